@@ -15,6 +15,7 @@ ARGS   ?=
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 BIN       := $(abspath $(VENV))/bin
 STAMP     := $(VENV)/.installed
+SITE_LOG  ?= _docs.log
 # One thread per process: two processes with two threads each are many times slower than one.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 
@@ -66,10 +67,10 @@ export: $(STAMP) ## write privfl/ anew from the notebooks, and clean the noteboo
 site: $(STAMP) ## build the site in _docs/ (with Quarto, or plain pages without it)
 	@"$(BIN)/python" tests/site_gate.py
 	@if command -v quarto > /dev/null; then \
-		quarto render 2>&1 | tee _docs.log; \
-		if grep -iE 'unable to resolve|citation.*not found' _docs.log; then \
+		quarto render 2>&1 | tee $(SITE_LOG); \
+		if grep -iE 'unable to resolve|citation.*not found' $(SITE_LOG); then \
 			echo "The site has unresolved references or missing citations (above)."; exit 1; fi; \
-		rm -f _docs.log; \
+		rm -f $(SITE_LOG); \
 	else \
 		echo "Quarto is not installed. It builds the real site: get it from https://quarto.org/docs/download/ and run 'make site' again."; \
 		echo "Building plain pages instead."; \
@@ -78,7 +79,7 @@ site: $(STAMP) ## build the site in _docs/ (with Quarto, or plain pages without 
 	@echo "The site is at _docs/index.html"
 
 clean: ## remove what was built (not .venv, not .data)
-	rm -rf _reports _docs _docs.log _proc _site .quarto build dist *.egg-info .pytest_cache .hypothesis
+	rm -rf _reports _docs $(SITE_LOG) _proc _site .quarto build dist *.egg-info .pytest_cache .hypothesis
 	find nbs tests privfl -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf
 
 distclean: clean ## remove .venv too

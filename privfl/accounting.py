@@ -274,12 +274,12 @@ def _has_loss_distribution(event: dpa.DpEvent, neighbouring: str) -> bool:
 
 
 def _grid_step(events: list[tuple[dpa.DpEvent, int]], neighbouring: str) -> float:
-    "A step that puts 20,000 points on single losses and 200,000 on the composed one; a lone pure epsilon is its own step."
+    "A step that puts 20,000 points on single losses and 100,000 on the composed one; a lone pure epsilon is its own step."
     widths = np.array([_loss_width(event, neighbouring) for event, _ in events])
     counts = np.array([count for _, count in events])
     if len(events) == 1 and isinstance(events[0][0], PureEvent):
         return float(widths[0] / 2)
-    return 2.0 ** ceil(log2(max(widths.sum() / 2e4, sqrt((counts * widths**2).sum()) / 2e5, 1e-300)))
+    return 2.0 ** ceil(log2(max(widths.sum() / 2e4, sqrt((counts * widths**2).sum()) / 1e5, 1e-300)))
 
 # %% ../nbs/00_core/04_accounting.ipynb #9092055c
 def _loss_of(event: dpa.DpEvent, neighbouring: str, step: float):
@@ -326,7 +326,9 @@ def _renyi(event: dpa.DpEvent, neighbouring: str, orders: Sequence[float] = DEFA
     "Rényi divergence of one event at each order (nats); that of randomised response where only the pure epsilon is known."
     accountant, orders = _renyi_accountant(neighbouring, orders), np.asarray(orders, dtype=float)
     if accountant.supports(event):
-        return accountant.compose(event).rdp
+        own = accountant.compose(event).rdp
+        fixed_size = isinstance(event, dpa.SampledWithoutReplacementDpEvent)  # its bound is loose at high rates
+        return np.minimum(own, _renyi(event.event, neighbouring, orders)) if fixed_size else own
     epsilon = _pure_epsilon(event, neighbouring)
     heads, tails = -np.log1p(np.exp(-epsilon)), -epsilon - np.log1p(np.exp(-epsilon))
     terms = np.logaddexp(orders * heads + (1 - orders) * tails, orders * tails + (1 - orders) * heads)
@@ -360,7 +362,7 @@ def _tight(events: list[tuple[dpa.DpEvent, int]], delta: float, neighbouring: st
     "The tightest road that covers all events; a mixture is split, each part at delta / 2."
     events = [(_covered(event, neighbouring), count) for event, count in events]
     if all(map(_is_gaussian, events)):
-        return gaussian_epsilon(_merge_gaussians(events)[0].noise_multiplier, delta)
+        return gaussian_epsilon(_with_one_gaussian(events)[0][0].noise_multiplier, delta)
     on_grid = [pair for pair in events if _has_loss_distribution(pair[0], neighbouring)]
     rest = [pair for pair in events if pair not in on_grid]
     if not rest:
@@ -385,14 +387,14 @@ def compose(
         _check_event(event)
     if any(_is_noiseless(event) for event, _ in events):
         return inf
-    events = [_merge_gaussians(events)] * any(map(_is_gaussian, events)) + [pair for pair in events if not _is_gaussian(pair)]
-    plain_sum = sum(count * _pure_epsilon(event, neighbouring) for event, count in events)
-    if delta == 0 or plain_sum == 0:
-        return float(plain_sum)
+    events = _with_one_gaussian(events)
     with _quiet():
+        plain_sum = float(sum(count * _pure_epsilon(event, neighbouring) for event, count in events))
+        if delta == 0 or plain_sum == 0:
+            return plain_sum
         if accountant != "auto":
             return _by_name(events, delta, neighbouring, accountant)
-        return min(float(plain_sum), _tight(events, delta, neighbouring))
+        return min(plain_sum, _tight(events, delta, neighbouring), _without_fixed_size(events, delta, neighbouring))
 
 # %% ../nbs/00_core/04_accounting.ipynb #58949b3e
 def _is_gaussian(pair: tuple[dpa.DpEvent, int]) -> bool:
@@ -406,10 +408,18 @@ def _is_noiseless(event: dpa.DpEvent) -> bool:
         (hasattr(event, "event") and _is_noiseless(event.event))
 
 
-def _merge_gaussians(events: list[tuple[dpa.DpEvent, int]]) -> tuple[dpa.DpEvent, int]:
-    "All Gaussians, of whatever noise, as the single Gaussian they amount to."
-    mu_squared = sum(count / event.noise_multiplier**2 for event, count in filter(_is_gaussian, events))
-    return dpa.GaussianDpEvent(inf if mu_squared == 0 else 1 / sqrt(mu_squared)), 1
+def _with_one_gaussian(events: list[tuple[dpa.DpEvent, int]]) -> list[tuple[dpa.DpEvent, int]]:
+    "The events with all Gaussians, of whatever noise, as the single Gaussian they amount to."
+    mu_squared = sum(count * (1 / event.noise_multiplier) * (1 / event.noise_multiplier) for event, count in filter(_is_gaussian, events))
+    others = [pair for pair in events if not _is_gaussian(pair)]
+    return others if mu_squared == 0 else [(dpa.GaussianDpEvent(1 / sqrt(mu_squared)), 1), *others]
+
+
+def _without_fixed_size(events: list[tuple[dpa.DpEvent, int]], delta: float, neighbouring: str) -> float:
+    "The account as if fixed-size samples were everybody: a valid bound, the smaller one at high rates; inf without such events."
+    opened = merge_events((getattr(event, "event", event) if isinstance(event, dpa.SampledWithoutReplacementDpEvent) else event, count)
+                          for event, count in events)
+    return inf if opened == events else _tight(_with_one_gaussian(opened), delta, neighbouring)
 
 
 def _by_name(events: list[tuple[dpa.DpEvent, int]], delta: float, neighbouring: str, accountant: str) -> float:
@@ -582,7 +592,7 @@ def _packed(value):
     "An event as [class name, fields], nested; other values unchanged."
     if not isinstance(value, dpa.DpEvent):
         return [_packed(item) for item in value] if isinstance(value, (list, tuple)) else value
-    names = [field.name for field in type(value).__attrs_attrs__ or fields(value)]
+    names = [field.name for field in (fields(value) if isinstance(value, (PureEvent, NoPromise)) else type(value).__attrs_attrs__)]
     return ["event", type(value).__name__, {name: _packed(getattr(value, name)) for name in names}]
 
 

@@ -92,7 +92,7 @@ def gather(
     root: str | os.PathLike | None = None,  # project folder; None = found
     output: str | os.PathLike = "_reports",  # folder of runs, relative to the project
 ) -> list[Section]:
-    """Fresh runs, results of record where there is none, and failures, for each experiment."""
+    """Fresh runs, results of record where there is none, and failures, for each experiment; those with results first."""
     base = find_root(root)
     runs, records, sections = finished_runs(base / output), records_of(base), []
     for experiment in list_experiments(base):
@@ -102,7 +102,7 @@ def gather(
         kept = [entry for entry in records if entry.experiment == experiment.name and entry.scale not in scales]
         failed = [(folder.name, _state(status), status.get("reason", ""), folder) for folder, status, results in own if not results]
         sections.append(Section(experiment, tuple(fresh + kept), tuple(failed)))
-    return sections
+    return sorted(sections, key=lambda section: (not section.entries, not section.failures, not section.experiment.exists))
 
 
 def _state(
@@ -158,15 +158,17 @@ def papers(
     value = claim.get("paper_value")
     if value is None:
         return "-"
-    number = f"{value:g}" if isinstance(value, (int, float)) else str(value)
-    return f"{number} {claim['unit']}".strip() if isinstance(value, (int, float)) else number
+    if not isinstance(value, (int, float)):
+        return str(value)
+    relation = {"threshold_above": "above ", "threshold_below": "below "}.get(claim["rule"], "")
+    return f"{relation}{value:g} {claim['unit']}".strip()
 
 
 def replicates(
     row: Row,  # of the ledger
 ) -> str:
     """ "quick, 3 seeds" """
-    n, word = row.verdict["n"], row.claim.get("replication", "seed")
+    n, word = row.verdict["n"], "value" if row.claim["rule"] == "exact" else row.claim.get("replication", "seed")
     return row.entry.scale + (f", {n} {word}{'s' if n != 1 else ''}" if n else "")
 
 # %% ../nbs/00_core/13_report.ipynb #c066ae0c
@@ -180,7 +182,7 @@ def ledger_markdown(
     base = find_root(root)
     rows, listed = ledger_rows(records_of(base)), list_experiments(base)
     lines = ["| claim | paper says | ours, 95 % interval | scale | verdict |", "|---|---|---|---|---|"]
-    for experiment in listed:
+    for experiment in sorted(listed, key=lambda item: (not any(row.entry.experiment == item.name for row in rows), not item.exists)):
         own = [row for row in rows if row.entry.experiment == experiment.name]
         link = f"[{experiment.name}](nbs/experiments/{experiment.name}.ipynb)" if experiment.exists else experiment.name
         if not own:
@@ -287,7 +289,7 @@ def _math_html(
 _CODE_OR_MATH = re.compile(r"(?P<code>```.*?```|`[^`\n]+`)|\$\$(?P<display>.+?)\$\$[ \t]*(?:\{#(?P<label>eq-[\w-]+)\})?"
                            r"|(?<![\\$\w])\$(?P<inline>[^\s$](?:[^$\n]*[^\s$\\])?)\$(?![\d$])", re.S)
 
-
+# %% ../nbs/00_core/13_report.ipynb #15df0347
 class _PageText:
     """Markdown of one notebook made ready for HTML: equations, labels, references."""
 
@@ -360,6 +362,8 @@ def _prepare_cells(
             if "hide" in directives or directives.get("include") == "false" or not (cell.source or cell.outputs):
                 continue
             cells.append(cell)
+            for output in cell.outputs:
+                output.get("metadata", {}).update({kind: {"alt": directives.get("fig-cap", "figure")} for kind in output.get("data", {}) if kind.startswith("image")})
             if caption := _caption(directives, text, bool(cell.outputs)):
                 cells.append(new_markdown_cell(text.hide_math(caption)))
     return cells
@@ -369,10 +373,14 @@ def _resolve(
     body: str,  # HTML
     text: _PageText,  # equations and numbers
 ) -> str:
-    """Put equations back, turn references into links, and citations into their keys."""
+    """Put equations back, turn references into links, citations into keys, and links to other notebooks into their names."""
+    body = re.sub(r'<a href="(?![a-z]+:|#|/)([^"]+\.ipynb)[^"]*">(.*?)</a>', r'<span class="elsewhere" title="\1">\2</span>', body, flags=re.S)
     body = re.sub(r"xMATHx(\d+)x", lambda match: text.pieces[int(match[1])], body)
     body = re.sub(r"<p>(\s*<(?:math|div)[^>]*>.*?</(?:math|div)>\s*)</p>", r"\1", body, flags=re.S)
-    body = re.sub(r"@((?:fig|eq)-[\w-]*\w)", lambda match: f'<a href="#{match[1]}">{text.numbers[match[1]]}</a>' if match[1] in text.numbers else match[0], body)
+    def link(match):
+        return f'<a href="#{match[1]}">{text.numbers[match[1]]}</a>' if match[1] in text.numbers else match[0]
+
+    body = re.sub(r"@((?:fig|eq)-[\w-]*\w)", link, body)
     return re.sub(r"\[((?:@[\w:.-]+(?:;\s*)?)+)\]", lambda match: f'<span class="cite">({match[1].replace("@", "")})</span>', body)
 
 # %% ../nbs/00_core/13_report.ipynb #a48a6d41
@@ -419,9 +427,11 @@ def _code_style() -> str:
 
 # %% ../nbs/00_core/13_report.ipynb #439e9ac7
 def _pairs(
-    values: Mapping[str, Any],  # names and values
+    values: Any,  # names and values, or anything else
 ) -> str:
     """ "scale = quick, seeds = 3" """
+    if not isinstance(values, Mapping):
+        return str(values)
     return ", ".join(f"{name} = {value if isinstance(value, str) else json.dumps(value)}" for name, value in values.items()) or "none"
 
 
@@ -446,7 +456,7 @@ def _metrics_html(
         finite = bool(values) and all(map(math.isfinite, values))
         spread = paired_interval(values) if finite else None
         rows.append({"metric": name, "mean, 95 % interval": format_interval(spread.estimate, spread.low, spread.high) if spread else "not finite",
-                     "unit": item["unit"], "values": ", ".join(f"{value:.4g}" for value in values)})
+                     "unit": item["unit"], "values": ", ".join(f"{value:.4g}" for value in values[:12]) + (", ..." if len(values) > 12 else "")})
     return _rows_html(rows)
 
 # %% ../nbs/00_core/13_report.ipynb #1b20cc53

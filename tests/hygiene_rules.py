@@ -233,6 +233,13 @@ def imported_modules(name: str, tree: ast.Module) -> list:
     return found
 
 
+def check_faces(root: Path) -> list:
+    """A folder of modules is a package with a face, else an installation leaves it out."""
+    folders = {path.parent for path in (root / "privfl").rglob("*.py")}
+    return [Problem(str(folder.relative_to(root)), "face", "has no __init__.py: a notebook must export its face")
+            for folder in sorted(folders) if not (folder / "__init__.py").exists()]
+
+
 def layer_of(module: str) -> str:
     """The entry of LAYERS that a dotted name inside privfl belongs to."""
     top = (module.split(".") + [""])[1]
@@ -424,5 +431,5 @@ def check_forbidden_words(root: Path) -> list:
 
 
 CHECKS = [check_directives, check_default_exp, check_exports_exist, check_experiments, check_cells, check_lessons,
-          check_star_imports, check_layers, check_dependencies, check_unsafe_loading, check_global_random,
+          check_star_imports, check_faces, check_layers, check_dependencies, check_unsafe_loading, check_global_random,
           check_docstrings, check_file_sizes, check_forbidden_words]

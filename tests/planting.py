@@ -1,6 +1,7 @@
 """Small trees with one planted fault, to show that a check finds it."""
 import base64
 import json
+import stat
 from pathlib import Path
 
 KERNEL = {"display_name": "python3", "language": "python", "name": "python3"}
@@ -46,4 +47,12 @@ def plant_file(root: Path, name: str, text: str) -> Path:
     path = root / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
+    return path
+
+
+def script(path: Path, body: str) -> Path:
+    """An executable shell script."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/bash\n{body}\n")
+    path.chmod(path.stat().st_mode | stat.S_IEXEC)
     return path

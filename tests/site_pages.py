@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 import tempfile
+import unicodedata
 from pathlib import Path
 
 import nbformat
@@ -24,15 +25,24 @@ a { color: #2f4fd0; }
 """
 
 
+ACCENTS = {"'": "\u0301", "`": "\u0300", '"': "\u0308", "~": "\u0303", "^": "\u0302", "c": "\u0327", "u": "\u0306"}
+
+
+def plain_text(value: str) -> str:
+    """A BibTeX value without braces, its accents as letters."""
+    return re.sub(r"\\(['`\"~^cu])\s*([A-Za-z])",
+                  lambda found: unicodedata.normalize("NFC", found[2] + ACCENTS[found[1]]), re.sub(r"[{}]", "", value))
+
+
 def bibliography(root: Path) -> dict:
     """(authors and year, title, address) of each entry of references.bib."""
     entries = {}
     text = (root / "references.bib").read_text(encoding="utf-8")
     for key, body in re.findall(r"^@\w+\{\s*([^,\s]+)\s*,(.*?)^\}", text, flags=re.M | re.S):
-        field = {name.lower(): re.sub(r"[{}]", "", value) for name, value in
+        field = {name.lower(): plain_text(value) for name, value in
                  re.findall(r"^\s*(\w+)\s*=\s*\{(.*)\}\s*,?\s*$", body, flags=re.M)}
         nameless = f"arXiv {field['eprint']}" if "eprint" in field else key
-        names = [re.sub(r"\\.", "", name.split(",")[0]).strip() for name in field.get("author", nameless).split(" and ")]
+        names = [name.split(",")[0].strip() for name in field.get("author", nameless).split(" and ")]
         who = names[0] + (" et al." if len(names) > 2 else f" and {names[1]}" if len(names) == 2 else "")
         address = field.get("url") or ("https://doi.org/" + field["doi"] if "doi" in field else "")
         entries[key] = (f"{who} {field.get('year', '')}".strip(), field.get("title", ""), address)
@@ -84,6 +94,7 @@ def page_html(path: Path, title: str, home: str, entries: dict) -> str:
     """One notebook as a page of the report's kind, with citations, sections and links resolved."""
     notebook = nbformat.read(path, as_version=4)
     titles = section_titles(notebook)
+    notebook.cells = [cell for cell in notebook.cells if not re.fullmatch(r"\s*#\|\s*default_exp\b.*\s*", cell.source)]
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             cell.source = plain_markdown(cell.source, titles, entries)

@@ -11,7 +11,7 @@ import dp_accounting as dpa
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import optimize, stats
 
@@ -137,12 +137,11 @@ def test_trap_16_other_events_are_monotone_in_noise_rate_and_rounds(kind):
         event = sampled_without_replacement(inner, 10, round(10 * rate)) if kind == "fixed" else poisson_sampled(inner, rate)
         return compose([(event, count)], DELTA, neighbouring)
 
-    for values in ([at(noise=v) for v in (0.3, 0.5, 1, 2, 8, 50)], [at(rate=v) for v in (1.0, 0.7, 0.4, 0.1)],
-                   [at(count=v) for v in (1000, 100, 10, 1)]):
+    for values in ([at(noise=v) for v in (0.3, 2, 50)], [at(rate=v) for v in (1.0, 0.7, 0.1)], [at(count=v) for v in (1000, 1)]):
         assert np.isfinite(values).all() and (np.diff(values) < 1e-9).all(), values
 
 
-@pytest.mark.parametrize("noise", [1e-6, 1e-3, 0.02, 0.05, 1e3, 1e8])
+@pytest.mark.parametrize("noise", [1e-6, 1e-3, 0.03, 1e8])
 @pytest.mark.parametrize("kind", ["plain", "poisson", "poisson_replace", "fixed", "laplace", "poisson_laplace", "pure", "mixture"])
 def test_trap_16_nothing_overflows(kind, noise):
     neighbouring = "replace_one" if kind in ("poisson_replace", "fixed") else "add_remove"
@@ -157,7 +156,8 @@ def test_trap_16_nothing_overflows(kind, noise):
     assert found > 1e3 if noise < 0.01 else found < 1 if noise > 100 else True
 
 
-@given(st.lists(st.sampled_from([(ONE, 3), (dpa.GaussianDpEvent(4.0), 10), (dpa.LaplaceDpEvent(3.0), 4), (PureEvent(0.3), 7)]), min_size=1, max_size=4))
+@settings(max_examples=12)
+@given(st.lists(st.sampled_from([(ONE, 3), (dpa.GaussianDpEvent(4.0), 10), (dpa.LaplaceDpEvent(3.0), 4), (PureEvent(0.3), 7)]), min_size=1, max_size=3))
 def test_a_mixture_costs_at_least_each_part_and_at_most_the_sum(events):
     together = compose(events, DELTA, "replace_one")
     parts = [compose([pair], DELTA / len(events), "replace_one") for pair in events]
@@ -179,6 +179,11 @@ def test_gaussians_of_different_noise_are_one_gaussian():
     assert found == pytest.approx(gaussian_epsilon(1 / sqrt(3 / 4 + 1 / 25), DELTA))
 
 
+def test_noise_beyond_all_measure():
+    at = lambda noise: compose([(dpa.GaussianDpEvent(noise), 3), (dpa.LaplaceDpEvent(2.0), 1)], DELTA, "replace_one")
+    assert at(1e-200) == inf and at(1e200) == at(inf) == compose([(dpa.LaplaceDpEvent(2.0), 1)], DELTA, "replace_one")
+
+
 def test_a_thousand_rounds_of_several_mechanisms_compose():
     found = compose([(SAMPLED, 1000), (dpa.GaussianDpEvent(30.0), 1000), (dpa.LaplaceDpEvent(10.0), 1000)], DELTA, "add_remove")
     assert compose([(SAMPLED, 1000)], DELTA, "add_remove") < found < 200
@@ -191,9 +196,12 @@ def test_sampling_that_no_accountant_knows_counts_as_none():
     assert compose([(poisson_sampled(ONE, 0.0), 9), (sampled_without_replacement(ONE, 5, 0), 9)], DELTA, "replace_one") == 0.0
 
 
-def test_a_mixture_of_accountants_is_split():
-    parts = compose([(SAMPLED, 5)], DELTA / 2, "replace_one") + compose([(FIXED_SIZE, 5)], DELTA / 2, "replace_one")
-    assert compose([(SAMPLED, 5), (FIXED_SIZE, 5)], DELTA, "replace_one") == pytest.approx(parts, rel=1e-6)
+@pytest.mark.parametrize("sample", [1, 6])
+def test_a_mixture_of_accountants_is_split_or_counts_everybody(sample):
+    fixed_size = sampled_without_replacement(ONE, 14, sample)
+    split = compose([(SAMPLED, 5)], DELTA / 2, "replace_one") + compose([(fixed_size, 5)], DELTA / 2, "replace_one")
+    everybody = compose([(SAMPLED, 5), (ONE, 5)], DELTA, "replace_one")
+    assert compose([(SAMPLED, 5), (fixed_size, 5)], DELTA, "replace_one") == pytest.approx(min(split, everybody), rel=1e-6)
 
 
 def test_nothing_is_printed(capfd):
@@ -329,7 +337,8 @@ def test_trap_08_an_empty_poisson_batch_is_a_release():
 def test_trap_17_the_best_of_many_runs_pays_for_all():
     ledger = ledger_of({0: 10})
     tuned = ledger.account(DELTA, runs=40)
-    assert tuned.epsilon == pytest.approx(gaussian_epsilon(1 / sqrt(400), DELTA)) > ledger.account(DELTA).epsilon
+    assert tuned.epsilon == pytest.approx(gaussian_epsilon(1 / sqrt(400), DELTA))
+    assert tuned.epsilon > ledger.account(DELTA).epsilon
     assert "best of 40 runs, all of them counted" in str(tuned) and "best of" not in str(ledger.account(DELTA))
 
 
@@ -440,7 +449,7 @@ def test_the_renyi_filter_converts_like_the_library():
     rule = RenyiFilter(2.0, DELTA, "add_remove", order=10.0)
     back = dpa.rdp.compute_epsilon([10.0], [rule.limit], DELTA)[0]
     assert back == pytest.approx(2.0)
-    rule.spend(SAMPLED, 1)
+    rule.spend(poisson_sampled(dpa.GaussianDpEvent(5.0), 0.2), 3)
     rule.spend(PureEvent(0.01), 3)
     assert 0 < rule.spent < rule.limit
     with pytest.raises(ValueError, match="larger order"):
@@ -482,7 +491,7 @@ def test_the_fixed_rule_answers_like_composition_for_mixed_and_sampled_events():
         budget.spend(0, number, event)
     spent, event = budget.ledger.events(0), poisson_sampled(dpa.GaussianDpEvent(3.0), 0.1)
     assert compose(spent, DELTA, "add_remove") <= 2.0
-    for count in (1, 30, 100, 1000):
+    for count in (1, 30, 1000):
         assert budget.admits(0, event, count) == (compose([*spent, (event, count)], DELTA, "add_remove") <= 2.0)
 
 

@@ -290,17 +290,18 @@ def test_offline_never_tries_the_network(machine, monkeypatch, caplog):
 
 def test_a_dead_network_is_given_up_while_it_is_still_silent(machine, monkeypatch):
     monkeypatch.setenv("PRIVFL_OFFLINE", "0")
-    released, asked = threading.Event(), []
+    released, waited_for, asked = threading.Event(), threading.Event(), []
 
     def silent(request, timeout):
         asked.append(request.full_url)
-        released.wait()
+        if not released.wait(60):
+            waited_for.set()
         raise OSError("timed out")
 
     monkeypatch.setattr(data.urllib.request, "urlopen", silent)
     before = socket.getdefaulttimeout()
     assert not data.network_answers("http://example.invalid/file", timeout_s=0.01)
-    assert not released.is_set()  # it answered although the look-up still hangs
+    assert not waited_for.is_set()  # it answered although the look-up still hangs
     assert not data.network_answers("http://example.invalid/file", timeout_s=0.01)
     released.set()
     assert len(asked) == 1  # remembered
@@ -625,6 +626,13 @@ def test_dirichlet_shares_have_the_theoretical_moments(alpha):
     squares = (shares - 1 / clients).square()
     assert abs(shares.mean() - 1 / clients) < 5 * math.sqrt(theory / count) + 1 / 300
     assert abs(squares.mean() - theory) < 5 * squares.std() / math.sqrt(count) + 2 * math.sqrt(theory) / 300 + 1 / 300**2
+
+
+def test_dirichlet_shares_of_two_classes_are_independent():
+    """n = 400; the correlation of independent shares is below 5 / sqrt(n) but for one run in about two million."""
+    generator, labels = torch.Generator().manual_seed(9), torch.arange(200) % 2
+    counts = [label_counts(labels, partition_dirichlet(labels, 3, 0.5, generator, min_size=0), 2)[0] for _ in range(400)]
+    assert abs(torch.corrcoef(torch.stack(counts).double().T)[0, 1]) < 5 / math.sqrt(400)
 
 
 def test_even_partitions_mix_the_classes_as_chance_does():

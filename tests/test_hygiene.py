@@ -160,6 +160,11 @@ def test_star_imports_are_found(tree):
     assert_found(problems, "privfl/data.py", "os")
 
 
+def test_a_package_without_a_face_is_found(tree):
+    plant_file(tree, "privfl/charting/metrics.py", "")
+    assert_found(rules.check_faces(tree), "privfl/charting", "__init__.py")
+
+
 @pytest.mark.parametrize("name, line", [
     ("update", "from privfl.metrics import ssim"),
     ("mechanisms", "import privfl.accounting"),

@@ -1,7 +1,6 @@
 """Set-up, continuous integration and the package's own description: quick the second time, clear when something lacks."""
 import os
 import shutil
-import stat
 import subprocess
 from configparser import ConfigParser
 from pathlib import Path
@@ -10,15 +9,8 @@ import privfl
 import pytest
 import yaml
 from notebook_tools import ROOT
+from planting import script
 from test_readme import clean_environment, make
-
-
-def script(path: Path, body: str) -> Path:
-    """An executable shell script."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/bash\n{body}\n")
-    path.chmod(path.stat().st_mode | stat.S_IEXEC)
-    return path
 
 
 def set_up(tmp_path: Path, first_on_path: Path = None, **more: str) -> subprocess.CompletedProcess:
