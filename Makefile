@@ -52,10 +52,10 @@ reproduce: $(STAMP) ## run every experiment at SCALE and build the report in _re
 	@"$(BIN)/privfl" run --scale $(SCALE) --jobs $(JOBS) --output $(REPORT) $(ARGS)
 
 test: $(STAMP) ## all tests that continuous integration runs
-	@$(ONE_THREAD) "$(BIN)/python" -m pytest -n 2 tests
+	@$(ONE_THREAD) "$(BIN)/python" -m pytest -n 2 --dist worksteal tests
 
 test-full: $(STAMP) ## the tests of `make test` and the heavy ones
-	@$(ONE_THREAD) "$(BIN)/python" -m pytest --full -n 2 tests
+	@$(ONE_THREAD) "$(BIN)/python" -m pytest --full -n 2 --dist worksteal tests
 
 lab: $(STAMP) ## open the notebooks in JupyterLab
 	@"$(BIN)/jupyter" lab nbs $(if $(filter 0,$(shell id -u)),--allow-root)

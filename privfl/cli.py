@@ -144,17 +144,30 @@ def _run(
                           arguments.root, arguments.cell_limit, arguments.time_limit)
     if not outcomes:
         print("no experiment notebook exists yet; `privfl list` shows what is to come")
-    if arguments.record:
-        for outcome in outcomes:
-            if outcome.ok and not set(outcome.run.parameters) - {"scale", "seeds"}:
-                runner.record_result(outcome.run.experiment, arguments.scale, outcome.run.folder, arguments.output, arguments.root)
-                print(f"kept as result of record: results/{arguments.scale}/{outcome.run.experiment}.json")
     failed = [outcome for outcome in outcomes if not outcome.ok]
     for outcome in failed:
         print(f"privfl: {outcome.run.label} {outcome.state}: {outcome.reason}", file=sys.stderr)
+    kept = _keep(outcomes, arguments) if arguments.record else True
     if not arguments.no_report:
         _report(arguments)
-    return 1 if failed else 0
+    return 1 if failed or not kept else 0
+
+
+def _keep(
+    outcomes: Sequence[runner.Outcome],  # of a batch
+    arguments: argparse.Namespace,  # of the command line
+) -> bool:  # whether all could be kept
+    """Keep runs with the notebooks' defaults as results of record."""
+    done = True
+    for outcome in outcomes:
+        if outcome.ok and not set(outcome.run.parameters) - {"scale", "seeds"}:
+            try:
+                runner.record_result(outcome.run.experiment, arguments.scale, outcome.run.folder, arguments.output, arguments.root)
+                print(f"kept as result of record: results/{arguments.scale}/{outcome.run.experiment}.json")
+            except RunnerError as error:
+                done = False
+                print(f"privfl: {error}", file=sys.stderr)
+    return done
 
 # %% ../nbs/00_core/14_command.ipynb #b58aed3f
 def _report(

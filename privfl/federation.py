@@ -11,7 +11,6 @@ __all__ = ['logger', 'BUFFER', 'Upload', 'contributors', 'GlobalState', 'Context
 import copy
 import logging
 import os
-import pickle
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -208,11 +207,12 @@ def batches(
     local_steps: int | None = None,  # stop after so many batches, over as many passes as that takes
     local_epochs: int = 1,  # passes over the data, where local_steps is None
 ) -> Iterator[Tensor]:  # int64 indices; the last batch of a pass may be short
-    "Batches of indices, shuffled anew for every pass."
+    "Batches of indices, shuffled anew for every pass; a batch of all examples keeps their order."
     size = num_examples if batch_size is None else min(batch_size, num_examples)
     steps = local_epochs * -(-num_examples // size) if local_steps is None else local_steps
     while steps > 0:
-        for batch in torch.randperm(num_examples, generator=generator).split(size)[:steps]:
+        whole = torch.arange(num_examples) if size == num_examples else torch.randperm(num_examples, generator=generator)
+        for batch in whole.split(size)[:steps]:
             steps -= 1
             yield batch
 
@@ -272,10 +272,10 @@ class Client(ClientSettings):
         "One round: load the global model, train, defend; returns the upload and the client's next state."
         return _fit(self, state, client_state, streams, round)
 
-    def local_update(self, model: nn.Module, memory: dict, streams: Streams, round: int) -> Tensor:
-        "The quantity (d,) to send, before the defence; override for another algorithm."
+    def local_update(self, model: nn.Module, state: GlobalState, memory: dict, streams: Streams, round: int) -> Tensor:
+        "The quantity (d,) to send, before the defence; `model` holds `state`. Override for another algorithm."
         train = _gradient if self.algorithm == "fedsgd" else _change
-        return train(self, model, memory, streams, round)
+        return train(self, model, state, memory, streams, round)
 
     def batch_loss(self, model: nn.Module, batch: Tensor, round: int) -> Tensor:
         "The loss on the examples with indices `batch`; override for other data or for phases of training."
@@ -303,7 +303,7 @@ def _check_client(client: ClientSettings) -> None:
     _check_model(client.model, client.training)
 
 # %% ../nbs/00_core/08_federation.ipynb #bb9d3ea3
-def _gradient(client: Client, model: nn.Module, memory: dict, streams: Streams, round: int) -> Tensor:
+def _gradient(client: Client, model: nn.Module, state: GlobalState, memory: dict, streams: Streams, round: int) -> Tensor:
     "FedSGD: the gradient of one batch, drawn without replacement."
     generator = streams.torch("batch", round, client.client_id)
     batch = next(batches(len(client), client.batch_size, generator))
@@ -312,9 +312,9 @@ def _gradient(client: Client, model: nn.Module, memory: dict, streams: Streams, 
     return client.layout.flatten(gradients)
 
 
-def _change(client: Client, model: nn.Module, memory: dict, streams: Streams, round: int) -> Tensor:
+def _change(client: Client, model: nn.Module, state: GlobalState, memory: dict, streams: Streams, round: int) -> Tensor:
     "FedAvg: local weights after training minus the global ones."
-    before, optimizer = client.layout.flatten(model), _optimizer(client, model, memory)
+    optimizer = _optimizer(client, model, memory)
     generator = streams.torch("batch", round, client.client_id)
     for batch in batches(len(client), client.batch_size, generator, client.local_steps, client.local_epochs):
         optimizer.zero_grad()
@@ -322,7 +322,7 @@ def _change(client: Client, model: nn.Module, memory: dict, streams: Streams, ro
         optimizer.step()
     if client.keep_optimizer:
         memory["optimizer"] = optimizer.state_dict()
-    return client.layout.flatten(model).sub_(before)
+    return client.layout.flatten(model).sub_(state.parameters)
 
 
 def _optimizer(client: Client, model: nn.Module, memory: dict) -> torch.optim.Optimizer:
@@ -341,7 +341,9 @@ def _fit(client: Client, state: GlobalState, client_state: Mapping, streams: Str
     client.layout.load(model, state.parameters)
     load_buffers(model, state.buffers)
     model.train(client.training).zero_grad(set_to_none=True)
-    update = client.local_update(model, memory, streams, round) if len(client) else torch.zeros_like(state.parameters)
+    update = torch.zeros_like(state.parameters)
+    if len(client):
+        update = client.local_update(model, state, memory, streams, round)
     check_update(update, client.layout.size, client=client.client_id, round=round)
     tensors = _defend(client, update, memory, state, streams, round)
     if client.share_buffers:
@@ -434,8 +436,7 @@ def _aggregate(server: Server, state: GlobalState, uploads: Sequence[Upload], ro
     if not active:
         return GlobalState(round + 1, state.parameters, state.buffers, state.memory)
     velocity, memory = server.rule(active, state), dict(state.memory)
-    if tuple(velocity.shape) != tuple(state.parameters.shape) or not torch.isfinite(velocity).all():
-        _blame(active, velocity, state)
+    _check_mean(velocity, active, state)
     before = memory.get("velocity")
     if before is not None:
         velocity = velocity + server.momentum * before
@@ -472,15 +473,18 @@ def _average_of_buffers(uploads: Sequence[Upload], state: GlobalState) -> Mappin
     return average_buffers(*zip(*pairs)) if pairs else state.buffers
 
 
-def _blame(uploads: Sequence[Upload], mean: Tensor, state: GlobalState) -> None:
-    "Name the client whose upload broke the mean; else the rule is at fault."
-    for upload in uploads:
-        update = upload.tensors.get("update")
-        if update is not None:
-            shared = torch.where(upload.tensors["mask"], update, 0) if "mask" in upload.tensors else update
-            check_update(shared, len(state.parameters), client=upload.client, round=upload.round)
-    raise UpdateError(f"round {uploads[0].round}: the server's rule returned shape {tuple(mean.shape)} "
-                      f"(expected {tuple(state.parameters.shape)}), or values that are not finite")
+def _check_mean(mean: Tensor, uploads: Sequence[Upload], state: GlobalState) -> None:
+    "If the rule's result is broken, name the client whose upload broke it; else the rule is at fault."
+    size = len(state.parameters)
+    try:
+        check_update(mean, size)
+    except UpdateError as error:
+        for upload in uploads:
+            update = upload.tensors.get("update")
+            if update is not None:
+                shared = torch.where(upload.tensors["mask"], update, 0) if "mask" in upload.tensors else update
+                check_update(shared, size, client=upload.client, round=upload.round)
+        raise UpdateError(f"round {uploads[0].round}: the server's rule returned what is no update: {error}") from error
 
 # %% ../nbs/00_core/08_federation.ipynb #8081086e
 def _check_server(server: Server) -> None:
@@ -539,7 +543,7 @@ def load_checkpoint(
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
             raise ValueError(f"it is not a checkpoint of this format ({_FORMAT})")
         return content
-    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+    except Exception as error:  # a damaged file can raise anything
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(f"cannot read the checkpoint {path.name}: {reason}. It is truncated, damaged or of "
                               "another kind: delete it to start again, or restore a copy") from error

@@ -25,7 +25,7 @@ from typing import Any
 from . import runner as runner_module
 from .claims import OUTCOMES, SCALES, format_interval, paired_interval
 from .runner import (Experiment, RunnerError, experiment_digest, find_root, finished_runs, git_commit, list_experiments,
-                           read_json, write_bytes)
+                           read_json, read_notebook, write_bytes)
 
 # %% ../nbs/00_core/13_report.ipynb #350e2c56
 @dataclass(frozen=True, eq=False)
@@ -310,7 +310,7 @@ class _PageText:
                 self.numbers[match["label"]] = f"Equation {self.equations}"
                 piece = f'<div class="equation" id="{match["label"]}">{piece}<span class="number">({self.equations})</span></div>'
             self.pieces.append(piece)
-            return f"xMATHx{len(self.pieces) - 1}x"
+            return f"\ue000{len(self.pieces) - 1}\ue001"  # private characters: no page holds them
 
         return _CODE_OR_MATH.sub(replace, text)
 
@@ -375,7 +375,7 @@ def _resolve(
 ) -> str:
     """Put equations back, turn references into links, citations into keys, and links to other notebooks into their names."""
     body = re.sub(r'<a href="(?![a-z]+:|#|/)([^"]+\.ipynb)[^"]*">(.*?)</a>', r'<span class="elsewhere" title="\1">\2</span>', body, flags=re.S)
-    body = re.sub(r"xMATHx(\d+)x", lambda match: text.pieces[int(match[1])], body)
+    body = re.sub("\ue000(\\d+)\ue001", lambda match: text.pieces[int(match[1])], body)
     body = re.sub(r"<p>(\s*<(?:math|div)[^>]*>.*?</(?:math|div)>\s*)</p>", r"\1", body, flags=re.S)
     def link(match):
         return f'<a href="#{match[1]}">{text.numbers[match[1]]}</a>' if match[1] in text.numbers else match[0]
@@ -481,7 +481,10 @@ def _cells(
     """How many code cells were executed and how many skipped; stored outputs count for results of record."""
     if not entry.fresh or not (entry.folder / "executed.ipynb").is_file():
         return "outputs stored in the experiment notebook"
-    code = [cell for cell in json.loads((entry.folder / "executed.ipynb").read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+    try:
+        code = [cell for cell in read_notebook(entry.folder / "executed.ipynb")["cells"] if cell["cell_type"] == "code"]
+    except RunnerError as error:
+        return str(error)
     ran = sum(cell.get("execution_count") is not None for cell in code if "".join(cell["source"]).strip())
     return f"{ran} executed, {sum(bool(''.join(cell['source']).strip()) for cell in code) - ran} skipped"
 
@@ -494,18 +497,26 @@ def pictures(
     if entry.fresh:
         files = [(item, entry.folder / item["file"]) for item in entry.results["figures"]]
         return [{"name": item["name"], "caption": item["caption"], "source": _data_address(path.read_bytes())} for item, path in files if path.is_file()]
-    notebook, found = root / "nbs" / "experiments" / f"{entry.experiment}.ipynb", []
-    if entry.scale != "quick" or not notebook.is_file():
-        return []
-    for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
-        caption = split_directives("".join(cell["source"]))[0].get("fig-cap", "")
-        for output in cell.get("outputs", []):
-            if "image/png" in output.get("data", {}):
-                content = "".join(output["data"]["image/png"]).replace("\n", "")
-                found.append({"name": f"figure {len(found) + 1}", "caption": caption, "source": f"data:image/png;base64,{content}"})
+    notebook = root / "nbs" / "experiments" / f"{entry.experiment}.ipynb"
+    found = _stored_pictures(notebook) if entry.scale == "quick" and notebook.is_file() else []
     stated = entry.results["figures"]
     if len(stated) == len(found):
         found = [{**picture, "caption": item["caption"] or picture["caption"]} for picture, item in zip(found, stated)]
+    return found
+
+
+def _stored_pictures(
+    notebook: Path,  # with stored outputs
+) -> list[dict[str, str]]:
+    """Pictures that a notebook stores, with the captions of their cells; none where it is damaged."""
+    found = []
+    with contextlib.suppress(RunnerError):
+        for cell in read_notebook(notebook)["cells"]:
+            caption = split_directives("".join(cell["source"]))[0].get("fig-cap", "")
+            for output in cell.get("outputs", []):
+                if "image/png" in output.get("data", {}):
+                    content = "".join(output["data"]["image/png"]).replace("\n", "")
+                    found.append({"name": f"figure {len(found) + 1}", "caption": caption, "source": f"data:image/png;base64,{content}"})
     return found
 
 

@@ -7,9 +7,10 @@ __all__ = ['logger', 'EXPERIMENTS', 'MACHINERY', 'SCHEMA', 'FIGURE_BYTES', 'TIME
            'RunnerError', 'Experiment', 'find_root', 'list_experiments', 'to_plain', 'from_plain', 'write_bytes',
            'write_json', 'read_json', 'canonical_code', 'imported_modules', 'notebook_code', 'code_digest',
            'experiment_digest', 'to_float', 'pack_tensors', 'unpack_tensors', 'provenance', 'git_commit', 'png_of',
-           'Record', 'Parameter', 'read_parameters', 'convert', 'suggest', 'split_values', 'grid', 'Run', 'run_key',
-           'plan', 'execute_run', 'kill_tree', 'describe_failure', 'Outcome', 'Progress', 'RunProgress',
-           'finished_runs', 'write_tables', 'run', 'is_finished', 'record_result', 'keep_outputs', 'record_state']
+           'Record', 'Parameter', 'read_parameters', 'read_notebook', 'convert', 'suggest', 'split_values', 'grid',
+           'Run', 'run_key', 'plan', 'execute_run', 'kill_tree', 'describe_failure', 'Outcome', 'Progress',
+           'RunProgress', 'finished_runs', 'write_tables', 'run', 'is_finished', 'record_result', 'keep_outputs',
+           'record_state']
 
 # %% ../nbs/00_core/12_runner.ipynb #f5fbc02e
 import ast
@@ -453,6 +454,14 @@ def unpack_tensors(
     return [unpack_tensors(item) for item in value] if isinstance(value, list) else value
 
 # %% ../nbs/00_core/12_runner.ipynb #14bfff13
+def _named(
+    path: Path,  # without suffix; dots in it belong to the name ("R = 0.5")
+    suffix: str,  # ".json" or ".pt"
+) -> Path:
+    """The path with a suffix added; `Path.with_suffix` would cut the name at its last dot."""
+    return path.with_name(path.name + suffix)
+
+
 def _store(
     path: Path,  # without suffix: .json or .pt is added
     document: dict,  # {"key", "value", ...}
@@ -460,13 +469,13 @@ def _store(
     """Write one finished cell atomically: JSON where it can be, else tensors that load with weights_only."""
     packed, has_tensors = pack_tensors(document)
     if not has_tensors:
-        write_json(path.with_suffix(".json"), packed)
-        return path.with_suffix(".json")
+        write_json(_named(path, ".json"), packed)
+        return _named(path, ".json")
     import torch
     buffer = io.BytesIO()
     torch.save(packed, buffer)
-    write_bytes(path.with_suffix(".pt"), buffer.getvalue())
-    return path.with_suffix(".pt")
+    write_bytes(_named(path, ".pt"), buffer.getvalue())
+    return _named(path, ".pt")
 
 
 def _load(
@@ -474,11 +483,11 @@ def _load(
 ) -> dict | None:
     """A finished cell, or None where there is none; a damaged file counts as not finished."""
     try:
-        if path.with_suffix(".json").is_file():
-            return read_json(path.with_suffix(".json"))
-        if path.with_suffix(".pt").is_file():
+        if _named(path, ".json").is_file():
+            return read_json(_named(path, ".json"))
+        if _named(path, ".pt").is_file():
             import torch
-            return unpack_tensors(torch.load(path.with_suffix(".pt"), map_location="cpu", weights_only=True))
+            return unpack_tensors(torch.load(_named(path, ".pt"), map_location="cpu", weights_only=True))
     except Exception as error:  # truncated by a crash: compute it again
         logger.warning("finished cell %s cannot be read (%s); it is computed again", path.name, error)
     return None
@@ -527,7 +536,7 @@ class _Cells(_CellFiles):
             document = {"key": to_plain(key), "value": function(), "wall_s": time.perf_counter() - wall, "cpu_s": _cpu_seconds() - cpu}
             _store(path, document)
             return _load(path)["value"]
-        if not path.with_suffix(".pt").is_file() and not path.with_suffix(".json").is_file():
+        if not _named(path, ".pt").is_file() and not _named(path, ".json").is_file():
             _store(path, found)
         self._reused["cells"] += 1
         self._reused["wall_s"] += found.get("wall_s", 0.0)
@@ -744,7 +753,7 @@ def read_parameters(
     notebook: Path,  # an .ipynb file
 ) -> dict[str, Parameter]:
     """Parameters of an experiment notebook; RunnerError where it cannot be parameterised."""
-    document = _read_notebook(notebook)
+    document = read_notebook(notebook)
     tagged = [cell for cell in document["cells"] if "parameters" in cell.get("metadata", {}).get("tags", ())]
     if len(tagged) != 1:
         raise RunnerError(f"{notebook.name} has {len(tagged)} cells tagged `parameters`; it needs exactly one")
@@ -757,7 +766,7 @@ def read_parameters(
     return found
 
 
-def _read_notebook(
+def read_notebook(
     notebook: Path,  # an .ipynb file
 ) -> dict:
     """A notebook as a dictionary; RunnerError where it is damaged."""
@@ -1071,13 +1080,14 @@ def _compare_echo(
     """Compare what the notebook says it saw with what was asked."""
     if not (folder / "results.json").is_file():
         return "the notebook wrote no results.json: it must end with record.save() and pass output_dir to Record"
-    seen = read_json(folder / "results.json").get("parameters", {})
+    results = read_json(folder / "results.json")
+    seen = results.get("parameters", {})
     for name, value in job["parameters"].items():
         if name not in seen:
             return f"the notebook does not echo {name!r}: pass it to Record(parameters=...)"
         if to_plain(seen[name]) != to_plain(value):
             return f"the notebook saw {name} = {seen[name]!r}, but {value!r} was asked: something overwrites it"
-    return ""
+    return "" if results.get("schema") == SCHEMA else "results.json was not written by Record: end the notebook with record.save()"
 
 # %% ../nbs/00_core/12_runner.ipynb #c84999b4
 @dataclass(frozen=True)
@@ -1269,7 +1279,8 @@ def finished_runs(
     for path in sorted(Path(output).glob("*/*/status.json")):
         try:
             status, result = read_json(path), path.parent / "results.json"
-            found.append((path.parent, status, read_json(result) if status.get("state") == "finished" and result.is_file() else {}))
+            results = read_json(result) if status.get("state") == "finished" and result.is_file() else {}
+            found.append((path.parent, status, results if results.get("schema") == SCHEMA else {}))
         except RunnerError as error:
             found.append((path.parent, {"state": "damaged", "reason": str(error)}, {}))
     return found
@@ -1395,7 +1406,7 @@ def keep_outputs(
     executed: Path,  # by papermill, from the same cells
 ) -> None:
     """Copy executed outputs back into an experiment notebook, as nbdev would clean them."""
-    document, done = _read_notebook(notebook), _read_notebook(executed)
+    document, done = read_notebook(notebook), read_notebook(executed)
     outputs = {cell["id"]: cell.get("outputs", []) for cell in done["cells"] if cell["cell_type"] == "code"}
     for cell in document["cells"]:
         if cell["cell_type"] == "code":

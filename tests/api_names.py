@@ -389,9 +389,9 @@ NAMES = {
     "privfl.charting.BalancedExponential": ("epsilon, n_landmarks", call_mechanism(epsilon=2.0, n_landmarks=8)),
     "privfl.charting.bayes_remap": ("noisy, chart, mechanism, loss='squared'", call_remap),
     "privfl.charting.PCAChart": ("", call_chart()),
-    "privfl.charting.AutoencoderChart": ("", call_chart()),
-    "privfl.charting.SiameseChart": ("", call_chart()),
-    "privfl.charting.TripletChart": ("", call_chart()),
+    "privfl.charting.AutoencoderChart": ("", call_chart(iterations=3)),
+    "privfl.charting.SiameseChart": ("", call_chart(iterations=3)),
+    "privfl.charting.TripletChart": ("", call_chart(iterations=3)),
     "privfl.semcom.DeepJSCC": ("channels=16, widths=(16, 32, 32, 32)", call_jscc),
     "privfl.semcom.awgn": ("x, snr_db, generator", call_channel),
     "privfl.semcom.rayleigh": ("x, snr_db, generator", call_channel),
@@ -409,7 +409,7 @@ NAMES = {
 NOT_YET = {
     "privfl.inversion.april_closed_form", "privfl.inversion.april_completion",
     "privfl.inversion.patches_from_position_gradient",
-} | {name for name in NAMES if name.split(".")[1] in ("charting", "semcom", "radiomap", "flower")}
+} | {name for name in NAMES if name.split(".")[1] in ("semcom", "radiomap", "flower")}
 
 # What was not there when the list was begun: NOT_YET must stay inside it, so it can only shrink.
-NEVER_MORE_THAN = 30
+NEVER_MORE_THAN = 13

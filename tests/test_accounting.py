@@ -458,6 +458,12 @@ def test_the_renyi_filter_converts_like_the_library():
         RenyiFilter(60.0, DELTA, "add_remove", order=1.3).spend(SAMPLED)
 
 
+def test_trap_16_a_sample_never_costs_a_filter_more_than_everybody():
+    rule = RenyiFilter(5.0, DELTA, "replace_one")
+    costs = [rule.cost(sampled_without_replacement(ONE, 10, size)) for size in (1, 5, 9)]
+    assert (np.diff([*costs, rule.cost(ONE)]) >= 0).all() and costs[0] < rule.cost(ONE) / 5
+
+
 @given(st.floats(0.01, 30))
 def test_pure_events_dominate_their_gaussian_parameter(epsilon):
     """The trade-off of G_mu lies below that of randomised response, and touches it."""

@@ -85,6 +85,13 @@ def test_every_notebook_is_listed_in_reading_order():
 
 
 @pytest.mark.parametrize("name", ["README.md", "index.qmd"])
+@pytest.mark.parametrize("paper", ["radiomap", "charting", "semcom", "selection"])
+def test_papers_still_to_come_are_marked_and_no_others(name, paper):
+    row = re.search(rf"^\|.*`privfl\.{paper}`.*$", (ROOT / name).read_text(encoding="utf-8"), flags=re.M)[0]
+    assert ("still to come" in row) != (ROOT / "nbs/experiments" / f"{paper}.ipynb").exists()
+
+
+@pytest.mark.parametrize("name", ["README.md", "index.qmd"])
 def test_the_ledger_has_its_place(name):
     text = (ROOT / name).read_text(encoding="utf-8")
     assert text.count("<!-- ledger:start -->") == text.count("<!-- ledger:end -->") == 1

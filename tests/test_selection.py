@@ -264,9 +264,7 @@ def test_rule_names_the_client_that_is_wrong():
 
 def problem(clients=4, rate=0.5, sizes=(40, 30, 30, 20), algorithm="fedsgd", **settings):
     """A linear federation on random data."""
-    torch_state = torch.get_rng_state()
     model = initialise(nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)), coin(1))
-    torch.set_rng_state(torch_state)
     made, generator = [], coin(2)
     for number in range(clients):
         inputs = torch.randn(sizes[number], 6, generator=generator)
@@ -402,6 +400,18 @@ def test_gradients_can_be_mapped_over_images():
             single = torch.func.grad(loss)(parameters, images[index], labels[index])
             for name in single:
                 torch.testing.assert_close(mapped[name][index], single[name], rtol=1e-4, atol=1e-6)
+
+
+def test_trap_24_the_shared_gradient_is_the_attacker_s_gradient_at_the_true_input():
+    """Loss, reduction, mode and normalisation agree: no constant factor between the victim and the attacker."""
+    images, labels = torch.rand(2, 3, 32, 32, generator=coin(1)), torch.tensor([3, 7])
+    for model in (LeNetGELU(), ConvNet(width=8)):
+        client = Client(0, model, images, labels, batch_size=None, defence=(RandomSelection(0.5),))
+        tensors = client.fit(Server(model).initial_state(), {}, Streams(0), 0)[0].tensors
+        gradients = torch.autograd.grad(nn.functional.cross_entropy(model(images), labels), list(model.parameters()))
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        error = (torch.where(tensors["mask"], flat, 0) - tensors["update"]).norm() / tensors["update"].norm()
+        assert error < 1e-6
 
 
 def test_the_face_exports_what_it_lists():

@@ -9,6 +9,7 @@ __all__ = ['THREATS', 'errors_in_metres', 'chance_errors', 'summarise_errors', '
 
 # %% ../../nbs/20_charting/26_attacks.ipynb #73bfb0d2
 import warnings
+from collections.abc import Callable
 from typing import Self
 
 import numpy as np
@@ -62,6 +63,19 @@ def summarise_errors(
             "rmse_m": float(np.sqrt((errors**2).mean()))}
 
 # %% ../../nbs/20_charting/26_attacks.ipynb #3a68e581
+def _anchor_model(attack: "AnchorAttack", points: np.ndarray, target: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+    "Regression from chart points (a, 2) to scaled positions (a, 2); below 4 anchors a spline is affine."
+    if attack.kind == "affine" or (attack.kind == "tps" and len(points) < 4):
+        weights = np.linalg.lstsq(np.c_[points, np.ones(len(points))], target, rcond=None)[0]
+        return lambda x: np.c_[x, np.ones(len(x))] @ weights
+    if attack.kind == "tps":
+        return RBFInterpolator(points, target, kernel="thin_plate_spline", smoothing=attack.smoothing)
+    network = MLPRegressor(hidden_layer_sizes=(32, 32), solver="lbfgs", alpha=1e-2, max_iter=500, random_state=attack.seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # stopped early on purpose: anchors are few
+        return network.fit(points, target).predict
+
+# %% ../../nbs/20_charting/26_attacks.ipynb #49bea2c0
 class AnchorAttack(BaseEstimator):
     "Regression from chart to metres through a few anchors."
 
@@ -86,16 +100,7 @@ class AnchorAttack(BaseEstimator):
         span = np.ptp(places, axis=0)
         self.low_, self.high_ = places.min(axis=0) - span / 2, places.max(axis=0) + span / 2
         target = (places - self.centre_) / self.spread_
-        if self.kind == "affine" or (self.kind == "tps" and len(points) < 4):
-            self.affine_ = np.linalg.lstsq(np.c_[points, np.ones(len(points))], target, rcond=None)[0]
-            self.model_ = lambda x: np.c_[x, np.ones(len(x))] @ self.affine_
-        elif self.kind == "tps":
-            self.model_ = RBFInterpolator(points, target, kernel="thin_plate_spline", smoothing=self.smoothing)
-        else:
-            network = MLPRegressor(hidden_layer_sizes=(32, 32), solver="lbfgs", alpha=1e-2, max_iter=500, random_state=self.seed)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", ConvergenceWarning)  # stopped early on purpose: anchors are few
-                self.model_ = network.fit(points, target).predict
+        self.model_ = _anchor_model(self, points, target)
         return self
 
     def predict(self, noisy: np.ndarray) -> np.ndarray:  # (m, 2) metres

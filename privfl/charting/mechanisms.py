@@ -89,11 +89,14 @@ class ChartMechanism(BaseEstimator):
         return self._log_density(noisy, index.astype(np.intp))
 
     def log_density_matrix(self, noisy: np.ndarray) -> np.ndarray:  # (m, n)
-        "Log density of every answer for every user."
-        noisy = np.asarray(noisy, dtype=np.float64)
-        users = np.arange(len(self.chart_))
-        rows = [self._log_density(np.broadcast_to(z, (len(users), 2)), users) for z in noisy]
-        return np.array(rows).reshape(len(noisy), len(users))
+        "Log density of every answer for every user, a few rows at a time."
+        noisy, users = np.asarray(noisy, dtype=np.float64), np.arange(len(self.chart_))
+        rows, out = max(1, 2**18 // len(users)), np.empty((len(noisy), len(users)))
+        for start in range(0, len(noisy), rows):
+            block = noisy[start : start + rows]
+            pairs = np.repeat(block, len(users), axis=0), np.tile(users, len(block))
+            out[start : start + rows] = self._log_density(*pairs).reshape(len(block), len(users))
+        return out
 
 # %% ../../nbs/20_charting/24_indistinguishability.ipynb #ff903fac
 class PlanarLaplace(ChartMechanism):

@@ -165,8 +165,9 @@ class _SquaredDistances:
     "Blocks of squared distances of one point set: compiled up to 8 dimensions, matrix products above."
 
     def __init__(self, points: np.ndarray):
-        points = points - points.mean(axis=0)
         self.size, self.direct = len(points), points.shape[1] <= 8
+        if not self.direct:  # a direct difference needs no centring, and rounding would break ties
+            points = points - points.mean(axis=0)
         self.largest = float((np.ptp(points, axis=0) ** 2).sum()) * (1 + 1e-9)
         self.columns = np.ascontiguousarray(points.T)
         if not self.direct:

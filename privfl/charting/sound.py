@@ -36,14 +36,17 @@ def posterior(
 def geometric_median(
     weights: np.ndarray,  # (m, n) rows sum to 1
     points: np.ndarray,  # (n, d)
-    iterations: int = 20,  # of Weiszfeld's rule
+    iterations: int = 50,  # of Weiszfeld's rule, at most
+    tolerance: float = 1e-4,  # stop when no guess moves further than this part of the points' extent
 ) -> np.ndarray:  # (m, d)
     "Minimiser of the weighted mean distance, for each row of weights."
     guess = weights @ points
-    floor = 1e-9 * max(float(np.ptp(points)), 1e-300)
+    extent = max(float(np.ptp(points)), 1e-300)
     for _ in range(iterations):
-        pull = weights / np.maximum(cdist(guess, points), floor)
-        guess = (pull @ points) / pull.sum(axis=1, keepdims=True)
+        pull = weights / np.maximum(cdist(guess, points), 1e-9 * extent)
+        previous, guess = guess, (pull @ points) / pull.sum(axis=1, keepdims=True)
+        if np.abs(guess - previous).max() <= tolerance * extent:
+            break
     return guess
 
 # %% ../../nbs/20_charting/25_sound_mechanisms.ipynb #28484c4d
@@ -325,8 +328,9 @@ def optimal_mechanism(
     landmarks: np.ndarray,  # (M, 2), M up to about 40
     epsilon: float,  # per chart unit, > 0
     prior: np.ndarray | None = None,  # (M,) probabilities of the users' landmarks; None: uniform
-) -> tuple[np.ndarray, float]:  # table (M, M) with P[x, z], its mean distance (chart units)
-    "The mechanism of smallest mean distance among all epsilon-indistinguishable ones on these landmarks, by linear programming."
+    losses: np.ndarray | None = None,  # (M, M) cost of answer z at x; None: distance on the chart
+) -> tuple[np.ndarray, float]:  # table (M, M) with P[x, z], its mean loss
+    "The mechanism of smallest mean loss among all epsilon-indistinguishable ones on these landmarks, by linear programming."
     check_positive(epsilon, "epsilon")
     landmarks = check_chart(landmarks)
     size = len(landmarks)
@@ -338,7 +342,8 @@ def optimal_mechanism(
     entries = np.r_[np.ones(rows.size), -np.repeat(np.exp(epsilon * distances[first, second]), size)]
     where = np.r_[(first[:, None] * size + column).ravel(), (second[:, None] * size + column).ravel()]
     bounds = csr_matrix((entries, (np.r_[rows.ravel(), rows.ravel()], where)), shape=(rows.size, size * size))
-    result = linprog((prior[:, None] * distances).ravel(), A_ub=bounds, b_ub=np.zeros(rows.size),
+    losses = distances if losses is None else np.asarray(losses, dtype=np.float64)
+    result = linprog((prior[:, None] * losses).ravel(), A_ub=bounds, b_ub=np.zeros(rows.size),
                      A_eq=kron(eye(size), np.ones((1, size))).tocsr(), b_eq=np.ones(size), bounds=(0, None), method="highs")
     if result.status != 0:
         raise ValueError(f"the linear program was not solved ({result.message}); fewer landmarks or a smaller epsilon may help")
