@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from math import ceil, exp, expm1, inf, isfinite, isnan, log, log1p, log2, sqrt
+from math import ceil, exp, expm1, floor, inf, isfinite, isnan, log, log1p, log2, sqrt
 from typing import Any
 
 import dp_accounting as dpa
@@ -273,13 +273,39 @@ def _has_loss_distribution(event: dpa.DpEvent, neighbouring: str) -> bool:
     return _loss_width(event, neighbouring) <= (1e5 if isinstance(inner, dpa.GaussianDpEvent) else 1e3)
 
 
+def _loss_deviation(event: dpa.DpEvent, neighbouring: str) -> float:
+    "Standard deviation of an event's loss (a scale of it for pure events); under sampling by quadrature, the smaller of both directions."
+    if not isinstance(event, dpa.PoissonSampledDpEvent) or isinstance(event.event, PureEvent):
+        return 1 / event.noise_multiplier if isinstance(event, dpa.GaussianDpEvent) else _pure_epsilon(event, neighbouring)
+    rate, mu = event.sampling_probability, 1 / event.event.noise_multiplier
+    points = np.linspace(-40, 40 + mu, 8001)  # in units of the noise; the two neighbours differ by mu
+    if isinstance(event.event, dpa.LaplaceDpEvent):
+        log_density, ratios = -np.abs(points), [np.abs(points) - np.abs(points - mu)]
+    else:  # replace-one: means -mu / 2 and mu / 2 against 0 for those who are not drawn
+        shifts = (mu / 2, -mu / 2) if neighbouring == "replace_one" else (mu,)
+        log_density, ratios = -points**2 / 2, [shift * points - shift**2 / 2 for shift in shifts]
+    mixed = [np.where(ratio > 1, np.logaddexp(log1p(-rate), log(rate) + ratio), np.log1p(rate * np.expm1(np.minimum(ratio, 1)))) for ratio in ratios]
+    loss, weights = mixed[0] - sum(mixed[1:]), [np.exp(log_density + mix) for mix in (*mixed, 0 * mixed[0])[:2]]
+    return min(sqrt(np.average((loss - np.average(loss, weights=weight)) ** 2, weights=weight)) for weight in weights)
+
+
+def _sampled_width(event: dpa.DpEvent, neighbouring: str) -> float:
+    "`_loss_width` after sampling: what the grid of one event has to cover."
+    width, rate = _loss_width(event, neighbouring), getattr(event, "sampling_probability", 1.0)
+    return width if rate == 1 or isinstance(event.event, PureEvent) else 2 * float(np.logaddexp(log1p(-rate), log(rate) + width / 2))
+
+# %% ../nbs/00_core/04_accounting.ipynb #dfe27caa
 def _grid_step(events: list[tuple[dpa.DpEvent, int]], neighbouring: str) -> float:
-    "A step that puts 20,000 points on single losses and 100,000 on the composed one; a lone pure epsilon is its own step."
+    "A step small against the width of the losses and against their deviation; a lone pure epsilon is its own step."
     widths = np.array([_loss_width(event, neighbouring) for event, _ in events])
-    counts = np.array([count for _, count in events])
+    counts = np.array([count for _, count in events], dtype=float)
     if len(events) == 1 and isinstance(events[0][0], PureEvent):
         return float(widths[0] / 2)
-    return 2.0 ** ceil(log2(max(widths.sum() / 2e4, sqrt((counts * widths**2).sum()) / 1e5, 1e-300)))
+    by_width = 2.0 ** ceil(log2(max(widths.sum() / 2e4, sqrt((counts * widths**2).sum()) / 1e5, 1e-300)))
+    variances = np.array([_loss_deviation(event, neighbouring) for event, _ in events]) ** 2
+    spread = sqrt((counts * variances).sum() / counts.sum())
+    most = max(spread / 10, spread * sqrt(counts.sum()) / 1e5, sum(_sampled_width(event, neighbouring) for event, _ in events) / 5e5, 1e-300)
+    return min(by_width, 2.0 ** floor(log2(most)))
 
 # %% ../nbs/00_core/04_accounting.ipynb #9092055c
 def _loss_of(event: dpa.DpEvent, neighbouring: str, step: float):
@@ -291,8 +317,9 @@ def _loss_of(event: dpa.DpEvent, neighbouring: str, step: float):
     if isinstance(event, dpa.PoissonSampledDpEvent) and isinstance(event.event, dpa.GaussianDpEvent):
         replace = neighbouring == "replace_one"  # the library takes sigma / C there, we hold sigma / (2 C)
         relation = getattr(dpa.NeighboringRelation, "REPLACE_ONE" if replace else "ADD_OR_REMOVE_ONE")
-        return loss_distribution.from_gaussian_mechanism(event.event.noise_multiplier * (2 if replace else 1), sampling_prob=event.sampling_probability,
-                                                         value_discretization_interval=step, neighboring_relation=relation)
+        return loss_distribution.from_gaussian_mechanism(
+            event.event.noise_multiplier * (2 if replace else 1), sampling_prob=event.sampling_probability,
+            value_discretization_interval=step, neighboring_relation=relation)
     if isinstance(event, dpa.PoissonSampledDpEvent) and isinstance(event.event, dpa.LaplaceDpEvent):  # add_remove
         return loss_distribution.from_laplace_mechanism(event.event.noise_multiplier, sampling_prob=event.sampling_probability,
                                                         value_discretization_interval=step)
@@ -359,17 +386,17 @@ def _covered(event: dpa.DpEvent, neighbouring: str) -> dpa.DpEvent:
 
 
 def _tight(events: list[tuple[dpa.DpEvent, int]], delta: float, neighbouring: str) -> float:
-    "The tightest road that covers all events; a mixture is split, each part at delta / 2."
+    "The smallest epsilon of the roads that cover all events; a mixture is also split, each part at delta / 2."
     events = [(_covered(event, neighbouring), count) for event, count in events]
     if all(map(_is_gaussian, events)):
         return gaussian_epsilon(_with_one_gaussian(events)[0][0].noise_multiplier, delta)
     on_grid = [pair for pair in events if _has_loss_distribution(pair[0], neighbouring)]
     rest = [pair for pair in events if pair not in on_grid]
-    if not rest:
-        return _loss_epsilon(events, delta, neighbouring)
-    if all(_has_renyi(event, neighbouring) for event, _ in on_grid):
-        return _renyi_epsilon(events, delta, neighbouring)
-    return _loss_epsilon(on_grid, delta / 2, neighbouring) + _renyi_epsilon(rest, delta / 2, neighbouring)
+    found = [_renyi_epsilon(events, delta, neighbouring)] if all(_has_renyi(event, neighbouring) for event, _ in events) else []
+    if on_grid:
+        share = delta / 2 if rest else delta
+        found.append(_loss_epsilon(on_grid, share, neighbouring) + (_renyi_epsilon(rest, share, neighbouring) if rest else 0.0))
+    return min(found)
 
 # %% ../nbs/00_core/04_accounting.ipynb #0c33c174
 def compose(
@@ -378,7 +405,7 @@ def compose(
     neighbouring: str,  # "add_remove" or "replace_one"
     accountant: str = "auto",  # "auto": the tightest; "pld" or "rdp": that one alone, for comparison
 ) -> float:
-    "Epsilon of all events together at delta, for parameters fixed in advance; inf where there is none. Raises ValueError for an event nobody can account for."
+    "Epsilon of all events together at delta, for parameters fixed in advance; inf where there is none. Raises `ValueError`."
     delta, neighbouring = _check_number("delta", delta, 0, 1), _check_neighbouring(neighbouring)
     if accountant not in ("auto", "pld", "rdp"):
         raise ValueError(f"accountant must be 'auto', 'pld' or 'rdp', got {accountant!r}")
@@ -605,7 +632,7 @@ def _unpacked(value):
 
 # %% ../nbs/00_core/04_accounting.ipynb #aa97e925
 def promise_event(
-    promise: Any,  # of a defence: has .kind, .reason and, where the kind is "formal", .event(neighbouring)
+    promise: Any,  # of a defence, a federation.Promise: has .kind, .reason and, where the kind is "formal", .event(neighbouring)
     neighbouring: str,  # "add_remove" or "replace_one"
 ) -> dpa.DpEvent:
     "The event of a defence's promise; NoPromise with the defence's own reason where it is heuristic or none."
@@ -708,7 +735,8 @@ class RenyiFilter(_Filter):
         limits = epsilon - np.log1p(-1 / orders) + np.log(delta * orders) / (orders - 1)
         best = int(np.argmax(limits / orders))
         if limits[best] <= 0:
-            raise ValueError(f"at order {orders[best]:g}, delta = {delta:g} alone costs more than epsilon = {epsilon:g}: take a larger order or epsilon")
+            raise ValueError(f"at order {orders[best]:g}, delta = {delta:g} alone costs more than epsilon = {epsilon:g}: "
+                             "take a larger order or epsilon")
         self.name, self.epsilon, self.delta, self.spent = "Rényi filter", epsilon, delta, 0.0
         self.neighbouring, self.order, self.limit = _check_neighbouring(neighbouring), float(orders[best]), float(limits[best])
         self._costs: dict[str, float] = {}
@@ -756,8 +784,8 @@ class Budget:
         "Call before the mechanism runs: records the release, or raises BudgetExceeded and changes nothing."
         rule = self._rules.get(client) or self._new()
         if not rule.admits(event, _check_count("count", count, 1)):
-            raise BudgetExceeded(f"client {client}, round {round}: {event} x {count} would overrun epsilon = {self.epsilon:g} at delta = {self.delta:g} "
-                                 f"(rule {self.rule!r}); stop this client or release with more noise. Nothing was spent")
+            raise BudgetExceeded(f"client {client}, round {round}: {event} x {count} would overrun epsilon = {self.epsilon:g} "
+                                 f"at delta = {self.delta:g} (rule {self.rule!r}); stop this client or release with more noise. Nothing was spent")
         self.ledger.record(client, round, event, count)
         rule.spend(event, count)
         self._rules[client] = rule
@@ -806,4 +834,5 @@ def mask_delta_floor(
 def mask_event(masking_rate: float) -> NoPromise:
     "The event of a noiseless random mask: no promise, with the reason."
     _check_number("masking_rate", masking_rate, 0, 1, open_high=False)
-    return NoPromise(f"a mask that hides {masking_rate:g} of the coordinates sends the others exactly, so delta >= 1 - {masking_rate:g}^d for updates that differ in d of them")
+    return NoPromise(f"a mask that hides {masking_rate:g} of the coordinates sends the others exactly, "
+                     f"so delta >= 1 - {masking_rate:g}^d for updates that differ in d of them")

@@ -307,7 +307,8 @@ def _distances(distance, points: np.ndarray) -> np.ndarray:
         return np.linalg.norm(points[:, None] - points[None], axis=-1)
     matrix = _numpy(distance(points) if callable(distance) else distance)
     if matrix.shape != (len(points), len(points)) or not (matrix >= 0).all() or np.diag(matrix).any() or not np.allclose(matrix, matrix.T):
-        raise ValueError(f"distances must be a symmetric ({len(points)}, {len(points)}) matrix of non-negative numbers with zeros on the diagonal, got shape {matrix.shape}")
+        raise ValueError(f"distances must be a symmetric ({len(points)}, {len(points)}) matrix of non-negative numbers "
+                         f"with zeros on the diagonal, got shape {matrix.shape}")
     return matrix
 
 # %% ../nbs/00_core/05_audit.ipynb #64bae1bd

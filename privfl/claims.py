@@ -8,6 +8,7 @@ __all__ = ['RULES', 'OUTCOMES', 'SCALES', 'ClaimError', 'Interval', 'half_width_
            'claim_to_dict', 'claim_from_dict']
 
 # %% ../nbs/00_core/11_claims.ipynb #1640c274
+import io
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -388,7 +389,17 @@ def forest_plot(
         axis.text(1.01, row, verdict.outcome, color=colour, va="center", fontsize=9, transform=axis.get_yaxis_transform())
     axis.set(yticks=range(len(claims)), yticklabels=labels or [claim.name for claim in claims], xlim=limits,
              ylim=(len(claims) - 0.5, -0.5), xlabel=claims[0].unit if claims else "")
+    figure._repr_png_ = lambda: _png(figure)  # shown in a notebook even where pyplot was never used
     return figure
+
+
+def _png(
+    figure,  # matplotlib Figure
+) -> bytes:
+    """A figure as PNG."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=90, facecolor="white")
+    return buffer.getvalue()
 
 # %% ../nbs/00_core/11_claims.ipynb #2167ad18
 def check_tuning(

@@ -7,6 +7,7 @@ __all__ = ['build_parser', 'main']
 
 # %% ../nbs/00_core/14_command.ipynb #6816f3a6
 import argparse
+import contextlib
 import logging
 import os
 import signal
@@ -222,9 +223,9 @@ def main(
     except SystemExit as stop:  # argparse has printed its message
         return int(stop.code or 0)
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
-    _end_like_ctrl_c()
     try:
-        return _COMMANDS[arguments.command](arguments)
+        with _sigterm_like_ctrl_c():
+            return _COMMANDS[arguments.command](arguments)
     except (RunnerError, ClaimError) as error:
         print(f"privfl: {error}", file=sys.stderr)
         return 2
@@ -236,10 +237,17 @@ def main(
         return 130
 
 
-def _end_like_ctrl_c() -> None:
-    """Treat a polite kill (SIGTERM) like Ctrl-C, so that the experiments' processes end too."""
+@contextlib.contextmanager
+def _sigterm_like_ctrl_c():
+    """Treat a polite kill (SIGTERM) like Ctrl-C meanwhile, so that the experiments' processes end too."""
     def interrupt(number, frame):
         raise KeyboardInterrupt
 
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, interrupt)
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -149,74 +149,135 @@ def patches_from_tokens(
 class Completion:
     "A completed matrix, and how well it explains what was seen."
     matrix: Tensor  # (m, n) float64, all entries
-    residual: float  # relative misfit on the seen entries, in scaled rows
-    steps: int  # alternating steps spent
+    residual: float  # relative misfit on the seen entries, after balancing
+    steps: int  # alternating steps and Gauss-Newton rounds spent
 
 
-def _solve_rows(target: Tensor, seen: Tensor, factor: Tensor, ridge: float) -> Tensor:
-    "For each row of `target`, least squares on its seen entries: (m, n), (m, n), (n, k) -> (m, k)."
+def _solve_rows(target: Tensor, seen: Tensor, factor: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
+    "For each row, least squares on its seen entries: (m, n), (m, n), (n, k) -> (m, k), and the Cholesky factors."
     rank = factor.shape[1]
     products = (factor[:, :, None] * factor[:, None, :]).reshape(len(factor), -1)
-    gram = (seen @ products).view(-1, rank, rank) + ridge * torch.eye(rank, dtype=factor.dtype, device=factor.device)
-    return torch.linalg.solve(gram, (target @ factor)[..., None])[..., 0]
+    gram = (seen @ products).view(-1, rank, rank)
+    size = gram.diagonal(dim1=-2, dim2=-1).mean().clamp_min(1e-300)
+    cholesky = torch.linalg.cholesky_ex(gram + ridge * size * torch.eye(rank, dtype=factor.dtype, device=factor.device))[0]
+    return torch.cholesky_solve((target @ factor)[..., None], cholesky)[..., 0], cholesky
 
 
 def _misfit(target: Tensor, seen: Tensor, left: Tensor, right: Tensor) -> Tensor:
     "What the current factors leave unexplained of the seen entries."
     return target - (left @ right.T) * seen
 
+
+def _orthonormal(factor: Tensor) -> Tensor:
+    "An orthonormal basis of the columns."
+    return torch.linalg.qr(factor)[0]
+
 # %% ../nbs/00_core/10_closed_forms.ipynb #18d4d18f
-def _alternate(target, seen, right, steps, tolerance, ridge, stall) -> tuple[Tensor, Tensor, float, int]:
-    "Alternating least squares from a right factor; stops at the tolerance, or where progress stalls."
-    size, residual, previous, done = target.norm().clamp_min(1e-300), math.inf, math.inf, 0
+def _alternate(target: Tensor, seen: Tensor, right: Tensor, steps: int, tolerance: float, ridge: float) -> tuple[Tensor, Tensor, float, int]:
+    "Alternating least squares from a right factor, QR between half steps; stops at the tolerance."
+    size, done = target.norm().clamp_min(1e-300), 0
     for done in range(1, steps + 1):
-        left = torch.linalg.qr(_solve_rows(target, seen, torch.linalg.qr(right)[0], ridge))[0]
-        right = _solve_rows(target.T, seen.T, left, ridge)
-        if done % 10 == 0 or done == steps:
-            residual = float(_misfit(target, seen, left, right).norm() / size)
-            if residual < tolerance or residual > stall * previous:
-                break
-            previous = residual
-    return left, right, residual, done
+        left = _orthonormal(_solve_rows(target, seen, _orthonormal(right), ridge)[0])
+        right = _solve_rows(target.T, seen.T, left, ridge)[0]
+        if done % 10 == 0 and float(_misfit(target, seen, left, right).norm() / size) < tolerance:
+            break
+    return left, right, float(_misfit(target, seen, left, right).norm() / size), done
+
+# %% ../nbs/00_core/10_closed_forms.ipynb #50cb751b
+def _conjugate_gradients(operator, precondition, right_side: Tensor, steps: int, drop: float) -> Tensor:
+    "Preconditioned conjugate gradients from zero, until the preconditioned residual fell to `drop`."
+    solution, residual = torch.zeros_like(right_side), right_side.clone()
+    direction = shifted = precondition(residual)
+    size = first = (residual * shifted).sum()
+    for _ in range(steps):
+        image = operator(direction)
+        length = size / (direction * image).sum().clamp_min(1e-300)
+        solution, residual = solution + length * direction, residual - length * image
+        shifted = precondition(residual)
+        previous, size = size, (residual * shifted).sum()
+        if not size > drop**2 * first:
+            break
+        direction = shifted + size / previous * direction
+    return solution
 
 
+def _newton_step(seen: Tensor, left: Tensor, right: Tensor, misfit: Tensor, cholesky: Tensor, damping: float, ridge: float) -> Tensor:
+    "Damped Gauss-Newton step of the right factor, the left one eliminated (variable projection)."
+    rank = left.shape[1]
+    blocks = (seen.T @ (left[:, :, None] * left[:, None, :]).reshape(len(left), -1)).view(-1, rank, rank)
+    size = blocks.diagonal(dim1=-2, dim2=-1).mean().clamp_min(1e-300)
+    factors = torch.linalg.cholesky_ex(blocks * (1 + damping) + ridge * size * torch.eye(rank, dtype=left.dtype, device=left.device))[0]
+
+    def operator(change):
+        moved = (left @ change.T) * seen
+        moved = moved - (torch.cholesky_solve((moved @ right)[..., None], cholesky)[..., 0] @ right.T) * seen
+        return moved.T @ left + damping * torch.einsum("jab,jb->ja", blocks, change)
+
+    return _conjugate_gradients(operator, lambda r: torch.cholesky_solve(r[..., None], factors)[..., 0], misfit.T @ left, 100, 1e-2)
+
+# %% ../nbs/00_core/10_closed_forms.ipynb #50392671
+def _gauss_newton(target: Tensor, seen: Tensor, right: Tensor, rounds: int, tolerance: float, ridge: float) -> tuple[Tensor, Tensor, float, int]:
+    "Levenberg-Marquardt over right factors; a step that does not improve is undone and damped more."
+    size, damping, done = target.norm().clamp_min(1e-300), 1e-3, 0
+    right = _orthonormal(right)
+    left, cholesky = _solve_rows(target, seen, right, ridge)
+    misfit = _misfit(target, seen, left, right)
+    for done in range(1, rounds + 1):
+        if float(misfit.norm() / size) < tolerance or damping > 1e3:
+            break
+        trial = _orthonormal(right + _newton_step(seen, left, right, misfit, cholesky, damping, ridge))
+        trial_left, trial_cholesky = _solve_rows(target, seen, trial, ridge)
+        trial_misfit = _misfit(target, seen, trial_left, trial)
+        if trial_misfit.norm() < misfit.norm():
+            right, left, cholesky, misfit, damping = trial, trial_left, trial_cholesky, trial_misfit, max(damping / 5, 1e-12)
+        else:
+            damping *= 8
+    return left, right, float(misfit.norm() / size), done
+
+# %% ../nbs/00_core/10_closed_forms.ipynb #673abc9c
 def complete_low_rank(
     matrix: Tensor,  # (m, n); entries with mask False are ignored, whatever they hold
     mask: Tensor,  # (m, n) bool, True = seen
     rank: int,  # of the complete matrix, 1 <= rank <= min(m, n)
-    steps: int = 300,  # alternating steps at the final rank
-    tolerance: float = 1e-13,  # stop when the relative misfit on seen entries is below
-    scale_rows: bool = True,  # divide each row by the root mean square of its seen entries
-    grow_rank: bool = True,  # 1, 2, ..., rank, instead of starting at the full rank
-    ridge: float = 1e-13,  # added to the diagonal of each small system
+    steps: int = 15,  # alternating steps at each rank
+    tolerance: float = 1e-13,  # stop when the relative misfit on seen entries is below; 3e-7 for float32 data
+    row_power: float = 0.5,  # 0: rows as they are; 1: each divided by its root mean square
+    column_power: float = 0.5,  # the same for columns
+    grow_rank: bool = True,  # 1, 2, ... up to `rank`, instead of starting there
+    rounds: int = 30,  # Gauss-Newton rounds at the end; 0: none
+    ridge: float = 1e-13,  # relative, on the diagonal of each small system
 ) -> Completion:
-    "Fill in a matrix of known rank from some of its entries: alternating least squares that works on real gradients."
-    target, seen, scales = _prepare(matrix, mask, rank, scale_rows)
-    start = torch.linalg.svd(target / seen.mean(), full_matrices=False)[2]
-    right, spent = start[:1 if grow_rank else rank].T, 0
-    for current in range(1 if grow_rank else rank, rank + 1):
-        last = current == rank
-        left, right, residual, done = _alternate(target, seen, right, steps if last else max(10, steps // 20),
-                                                 tolerance, ridge, math.inf if last else 0.7)
+    "Fill in a matrix of known rank from some of its entries, also where its singular values fall by many decades."
+    target, seen, scales = _balanced(matrix, mask, rank, row_power, column_power)
+    current, spent = 1 if grow_rank else rank, 0
+    right = torch.linalg.svd(target / seen.mean(), full_matrices=False)[2][:current].T
+    while True:
+        left, right, residual, done = _alternate(target, seen, right, steps, tolerance, ridge)
         spent += done
-        if not last:
-            unexplained = torch.linalg.svd(_misfit(target, seen, left, right), full_matrices=False)[2]
-            right = torch.cat([torch.linalg.qr(right)[0], unexplained[:1].T], 1)
+        if current == rank:
+            break
+        more = min(rank - current, max(1, current // 16))
+        unexplained = torch.linalg.svd(_misfit(target, seen, left, right), full_matrices=False)[2][:more]
+        right, current = torch.cat([_orthonormal(right), unexplained.T], 1), current + more
+    if rounds > 0 and residual >= tolerance:
+        left, right, residual, done = _gauss_newton(target, seen, right, rounds, tolerance, ridge)
+        spent += done
     return Completion((left @ right.T) * scales, residual, spent)
 
-
-def _prepare(matrix: Tensor, mask: Tensor, rank: int, scale_rows: bool) -> tuple[Tensor, Tensor, Tensor]:
-    "Seen entries in scaled rows (zero elsewhere), the mask as numbers, and the scales (m, 1)."
+# %% ../nbs/00_core/10_closed_forms.ipynb #6e2c6f5b
+def _balanced(matrix: Tensor, mask: Tensor, rank: int, row_power: float, column_power: float) -> tuple[Tensor, Tensor, Tensor]:
+    "Seen entries after balancing (zero elsewhere), the mask as numbers, and the scale of every entry."
     if not isinstance(matrix, Tensor) or matrix.ndim != 2:
         raise ValueError("matrix must be a tensor (m, n)")
     mask = _checked_mask("mask", mask, matrix)
     if not 1 <= rank <= min(matrix.shape) or not mask.any():
-        raise ValueError(f"rank is {rank} with {int(mask.sum())} entries seen; give 1 <= rank <= {min(matrix.shape)} and a mask that shows something")
+        raise ValueError(f"rank is {rank} with {int(mask.sum())} entries seen; give 1 <= rank <= {min(matrix.shape)} "
+                         "and a mask that shows something")
     known = _checked("matrix", torch.where(mask, matrix, torch.zeros_like(matrix)), None, None)
-    seen = mask.double()
-    energy, count = (known.square().sum(1, keepdim=True), seen.sum(1, keepdim=True)) if scale_rows else (known.square().sum(), seen.sum())
-    scales = (energy / count.clamp_min(1)).sqrt().expand(len(known), 1)
-    scales = torch.where(scales > 0, scales, torch.ones_like(scales))
+    seen, scales = mask.double(), torch.ones_like(known)
+    for axis, power in ((1, row_power), (0, column_power)):
+        mean_square = (known / scales).square().sum(axis, keepdim=True) / seen.sum(axis, keepdim=True).clamp_min(1)
+        scales = scales * torch.where(mean_square > 0, mean_square.sqrt(), torch.ones_like(mean_square)) ** power
     return known / scales, seen, scales
 
 # %% ../nbs/00_core/10_closed_forms.ipynb #499c7c5a
@@ -225,7 +286,6 @@ def patches_by_completion(
     patch_gradient: Tensor,  # (e, c)
     position_mask: Tensor,  # (p, e) bool, True = shared
     patch_mask: Tensor,  # (e, c) bool, True = shared
-    steps: int = 300,  # alternating steps at the final rank
     tolerance: float = 1e-13,  # on the misfit; 3e-7 for float32 uploads
 ) -> tuple[Tensor, Completion]:  # patches (p, c) float64, and how the completion went
     "The mask-aware position-patch form: complete [gP^T | gE], of rank p, then solve; any ViT with added positions."
@@ -233,12 +293,9 @@ def patches_by_completion(
     position = _checked("position_gradient", torch.where(position_mask, position_gradient, 0.0), None, None)
     patch = _checked("patch_gradient", torch.where(patch_mask, patch_gradient, 0.0), position.shape[1], None)
     _check_solvable(position)
-    count, sizes = len(position), []
-    for value, mask in ((position, position_mask), (patch, patch_mask)):
-        sizes.append(float(value.norm() / mask.sum().clamp_min(1).sqrt()) or 1.0)
-    joint = torch.cat([position.T / sizes[0], patch / sizes[1]], 1)
-    done = complete_low_rank(joint, torch.cat([position_mask.T, patch_mask], 1), count, steps, tolerance)
-    return least_squares(done.matrix[:, :count] * sizes[0], done.matrix[:, count:] * sizes[1]), done
+    count, joint = len(position), torch.cat([position.T, patch], 1)
+    done = complete_low_rank(joint, torch.cat([position_mask.T, patch_mask], 1), count, tolerance=tolerance, row_power=0, column_power=1)
+    return least_squares(done.matrix[:, :count], done.matrix[:, count:]), done
 
 # %% ../nbs/00_core/10_closed_forms.ipynb #f81ae5d0
 def april_completion(
@@ -247,7 +304,6 @@ def april_completion(
     weight_gradients: Tensor,  # (3, e, e); entries with mask False are ignored
     position_mask: Tensor,  # (p, e) bool, True = shared
     weight_masks: Tensor,  # (3, e, e) bool, True = shared
-    steps: int = 300,  # alternating steps at the final rank
     tolerance: float = 1e-13,  # on the misfit; 3e-7 for float32 uploads
 ) -> Tensor:  # (p, e) float64, the tokens that entered the first attention
     "APRIL under random selection with known masks: rank-p completion of the q, k, v gradients, then token-wise solves."
@@ -259,7 +315,7 @@ def april_completion(
     if int(position_mask.sum(1).min()) < count:
         raise ValueError(f"a token shows {int(position_mask.sum(1).min())} position entries, but {count} unknowns belong to it; "
                          "the masking rate is too high for this form")
-    full = complete_low_rank(slopes.reshape(3 * width, width), weight_masks.reshape(3 * width, width), count, steps, tolerance).matrix
+    full = complete_low_rank(slopes.reshape(3 * width, width), weight_masks.reshape(3 * width, width), count, tolerance=tolerance).matrix
     right = torch.einsum("noi,noj->ij", weights, full.reshape(3, width, width))
     basis = torch.linalg.svd(full / full.norm(dim=1, keepdim=True).clamp_min(1e-300), full_matrices=False)[2][:count]
     known = right @ basis.T

@@ -127,6 +127,7 @@ class Clip:
     clip_norm: float  # C > 0
     contracts = True  # never lengthens an update
     post_processing = True  # reads nothing but the tensors
+    blind_side_tensors = True  # sends nothing beside the update that depends on the data
 
     def __post_init__(self):
         if not 0 < self.clip_norm < float("inf"):
@@ -149,6 +150,7 @@ class GaussianNoise:
     sigma: float | Tensor  # standard deviation >= 0: a number, or one per entry (d,)
     contracts = False  # noise lengthens
     post_processing = True  # reads nothing but the tensors
+    blind_side_tensors = True  # sends nothing beside the update that depends on the data
 
     @property
     def promise(self) -> Promise:
@@ -177,14 +179,18 @@ def promise_of(
     shares_buffers: bool = False,  # the upload also carries buffers, which no step touches
 ) -> Promise:  # of the whole chain
     "The promise of a chain: noise counts behind a clip, and what follows must not look at the data again."
-    bound, promise = None, Promise("none", "no defence")
+    bound, promise, leak = None, Promise("none", "no defence"), None
     for step in steps:
+        if promise.kind != "formal" and not getattr(step, "blind_side_tensors", False):
+            leak = leak or type(step).__name__
         own = step.promise_given(bound) if hasattr(step, "promise_given") else step.promise
         promise = _chained(promise, own, step)
         if isinstance(step, Clip):
             bound = step.clip_norm if bound is None else min(step.clip_norm, bound)
         elif not getattr(step, "contracts", False):
             bound = None
+    if promise.kind == "formal" and leak:
+        return Promise("heuristic", f"{leak} comes before the noise and may send tensors beside the update (a mask, say) that depend on the data")
     if promise.kind == "formal" and shares_buffers:
         return Promise("none", "the update is protected, but buffers (running statistics) leave without noise")
     return promise
@@ -339,14 +345,14 @@ def _fit(client: Client, state: GlobalState, client_state: Mapping, streams: Str
     "Load, train, check, defend, pack; the states that came in stay as they were."
     model, memory = _working_copy(client.model), dict(client_state)
     client.layout.load(model, state.parameters)
-    load_buffers(model, state.buffers)
+    if state.buffers:
+        load_buffers(model, state.buffers)
     model.train(client.training).zero_grad(set_to_none=True)
-    update = torch.zeros_like(state.parameters)
-    if len(client):
-        update = client.local_update(model, state, memory, streams, round)
+    empty = len(client) == 0
+    update = torch.zeros_like(state.parameters) if empty else client.local_update(model, state, memory, streams, round)
     check_update(update, client.layout.size, client=client.client_id, round=round)
     tensors = _defend(client, update, memory, state, streams, round)
-    if client.share_buffers:
+    if client.share_buffers and state.buffers:
         tensors |= {BUFFER + name: buffer for name, buffer in buffers_of(model).items()}
     meta = {"size": client.layout.size, "quantity": "gradient" if client.algorithm == "fedsgd" else "change"}
     return Upload(client.client_id, round, len(client), tensors, meta), memory
@@ -382,16 +388,13 @@ def mean_rule(
     return _weighted_mean([upload.tensors["update"] for upload in active], sizes)
 
 
-def _weighted_mean(vectors: Sequence[Tensor], weights: Sequence[float], block: int = 1 << 16) -> Tensor:
-    "Mean in float64, block by block, rounded once: equal vectors come out unchanged."
-    shares = [weight / sum(weights) for weight in weights]
-    result, pieces = torch.empty_like(vectors[0]), [vector.split(block) for vector in vectors]
-    for index, target in enumerate(result.split(block)):
-        total = torch.zeros(len(target), dtype=torch.float64, device=target.device)
-        for share, piece in zip(shares, pieces):
-            total.add_(piece[index], alpha=share)
-        target.copy_(total)
-    return result
+def _weighted_mean(vectors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    "Running mean: the n-th vector moves it by w_n / (w_1 + ... + w_n) of the way, so equal vectors come out unchanged."
+    mean, total = vectors[0].clone(), weights[0]
+    for vector, weight in zip(vectors[1:], weights[1:]):
+        total += weight
+        mean.lerp_(vector, weight / total)
+    return mean
 
 # %% ../nbs/00_core/08_federation.ipynb #297e6fe2
 @dataclass(eq=False)

@@ -45,8 +45,8 @@ class Entry:
 
     @property
     def page(self) -> str:
-        """File name of its page."""
-        return f"pages/{self.experiment}-{self.key if self.fresh else self.scale + '-record'}.html"
+        """File name of its page; results of record share the experiment notebook, which stores the outputs of quick scale."""
+        return f"pages/{self.experiment}-{self.key if self.fresh else 'record'}.html"
 
     @property
     def in_ledger(self) -> bool:
@@ -315,7 +315,7 @@ class _PageText:
         return _CODE_OR_MATH.sub(replace, text)
 
 # %% ../nbs/00_core/13_report.ipynb #8ae40a18
-_DIRECTIVE = re.compile(r"^#\|\s*([\w-]+)(?::\s*(.*?))?\s*$")
+_DIRECTIVE = re.compile(r"^#\|\s*([\w-]+):?\s*(.*?)\s*$")
 
 
 def split_directives(
@@ -324,7 +324,7 @@ def split_directives(
     """Separate the leading `#|` lines of a cell from its code."""
     found, lines = {}, source.splitlines()
     while lines and (match := _DIRECTIVE.match(lines[0])):
-        found[match[1]] = (match[2] or "").strip("\"'")
+        found[match[1]] = match[2].strip("\"'")
         lines.pop(0)
     return found, "\n".join(lines).strip("\n")
 
@@ -537,7 +537,7 @@ def build_report(
     entries = [entry for section in sections for entry in section.entries]
     for entry in entries:
         notebook = entry.folder / "executed.ipynb" if entry.fresh else base / "nbs" / "experiments" / f"{entry.experiment}.ipynb"
-        _write_page(target / entry.page, notebook, f"{entry.experiment}, {entry.key}{'' if entry.fresh else ' (of record)'}")
+        _write_page(target / entry.page, notebook, f"{entry.experiment}, {entry.key if entry.fresh else 'of record'}")
     rows = {section.experiment.name: ledger_rows(section.entries) for section in sections}
     every = [row for own in rows.values() for row in own]
     counts = Counter(row.verdict["outcome"] for row in every)

@@ -26,7 +26,7 @@ def brute_level(table, distance):
         for j in range(len(table)):
             if i != j:
                 possible = np.isfinite(table[i])
-                worst = max(worst, (table[i] - table[j])[possible].max() / distance[i, j])
+                worst = max(worst, (table[i][possible] - table[j][possible]).max() / distance[i, j])
     return worst
 
 
@@ -127,7 +127,7 @@ def test_two_step_shapes_ignore_the_user():
 
 @pytest.mark.parametrize("name", ["global", "two"])
 def test_densities_integrate_to_one(name):
-    mechanism, side = clone(ALL[name]).fit(CHART), np.linspace(-14, 14, 1201)
+    mechanism, side = clone(ALL[name]).fit(CHART), np.linspace(-14, 14, 451)
     grid = np.stack(np.meshgrid(side, side), axis=-1).reshape(-1, 2) + CHART[3]
     index = np.full(len(grid), 3)
     if name == "global":
@@ -141,17 +141,18 @@ def test_densities_integrate_to_one(name):
 
 @pytest.mark.parametrize("name", ["geodesic", "balanced"])
 def test_discrete_samples_match_the_table(name):
-    """3,000 draws of one user; chi-square at level 1e-4 over the answers with 5 or more expected."""
+    """2,000 draws of one user; chi-square at level 1e-4 over the answers with 5 or more expected."""
     from scipy.stats import chisquare
     mechanism = clone(ALL[name]).fit(CHART)
     assert np.allclose(np.exp(mechanism.log_table_).sum(1), 1)
-    draws = np.concatenate([mechanism.transform(CHART, np.random.default_rng(s))[[40]] for s in range(3000)])
+    draws = np.concatenate([mechanism.transform(CHART, np.random.default_rng(s))[[40]] for s in range(2000)])
     index, exists = mechanism._match(draws)
     assert exists.all()
-    expected = 3000 * np.exp(mechanism.log_density(mechanism.outputs_, np.full(len(mechanism.outputs_), 40)))
+    expected = 2000 * np.exp(mechanism.log_density(mechanism.outputs_, np.full(len(mechanism.outputs_), 40)))
     seen = np.bincount(index, minlength=len(expected))
     common = expected >= 5
-    seen, expected = np.r_[seen[common], seen[~common].sum()], np.r_[expected[common], expected[~common].sum()]
+    if not common.all():
+        seen, expected = np.r_[seen[common], seen[~common].sum()], np.r_[expected[common], expected[~common].sum()]
     assert chisquare(seen, expected * seen.sum() / expected.sum()).pvalue > 1e-4
     assert np.isneginf(mechanism.log_density(CHART[:2] + 7.0, np.array([0, 1]))).all()
 

@@ -29,7 +29,7 @@ def test_results_hold_what_the_report_needs(smoke):
 
 def test_the_report_shows_the_run(smoke):
     output, results = smoke
-    page = report.build_report(output).read_text(encoding="utf-8")
+    page = report.build_report(output=output).read_text(encoding="utf-8")
     for item in results["claims"]:
         assert item["claim"]["name"].split(",")[0] in page
     assert results["title"] in page

@@ -3,6 +3,7 @@ import json
 import math
 import re
 import shutil
+from pathlib import Path
 
 import nbformat
 import pytest
@@ -12,6 +13,7 @@ from privfl.report import build_report, gather, interval_svg, ledger_markdown, l
 from privfl.runner import Record, RunnerError, read_json, write_json
 from tiny_experiments import write_experiment
 
+ROOT = Path(__file__).parent.parent
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR4nGNgYGBgAAAABQABh6FO1AAAAABJRU5ErkJggg=="
 OUTSIDE = re.compile(r"""(?:src|href)\s*=\s*["']?(?:https?:)?//|@import|url\(\s*["']?https?:""")
 
@@ -193,6 +195,14 @@ def test_a_record_under_another_name_is_refused(project):
     shutil.copy(project / "results" / "quick" / "charting.json", project / "results" / "quick" / "semcom.json")
     with pytest.raises(RunnerError, match="file names and contents must agree"):
         records_of(project)
+
+
+def test_the_committed_ledger_marks_what_is_stale():
+    """The only thing that a change of code asks for at once: `privfl ledger --write` puts the marks."""
+    for entry in records_of(ROOT):
+        if entry.mark:
+            for name in report.LEDGER_FILES:
+                assert entry.mark in (ROOT / name).read_text(encoding="utf-8"), f"{name} lacks {entry.mark!r}: run `privfl ledger --write`"
 
 
 # --- drawings and pages --------------------------------------------------------------------------------------------

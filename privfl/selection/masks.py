@@ -129,7 +129,8 @@ class RandomSelection:
 
     masking_rate: float  # R in [0, 1)
     contracts = True  # never lengthens an update
-    post_processing = True  # the mask does not depend on the data
+    post_processing = True  # reads nothing but the tensors
+    blind_side_tensors = True  # the mask does not depend on the data
 
     def __post_init__(self):
         _check_rate(self.masking_rate)
