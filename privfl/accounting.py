@@ -304,7 +304,7 @@ def _grid_step(events: list[tuple[dpa.DpEvent, int]], neighbouring: str) -> floa
     by_width = 2.0 ** ceil(log2(max(widths.sum() / 2e4, sqrt((counts * widths**2).sum()) / 1e5, 1e-300)))
     variances = np.array([_loss_deviation(event, neighbouring) for event, _ in events]) ** 2
     spread = sqrt((counts * variances).sum() / counts.sum())
-    most = max(spread / 10, spread * sqrt(counts.sum()) / 1e5, sum(_sampled_width(event, neighbouring) for event, _ in events) / 5e5, 1e-300)
+    most = max(spread / 10, spread * sqrt(counts.sum()) / 1e5, sum(_sampled_width(event, neighbouring) for event, _ in events) / 2e5, 1e-300)
     return min(by_width, 2.0 ** floor(log2(most)))
 
 # %% ../nbs/00_core/04_accounting.ipynb #9092055c

@@ -211,6 +211,22 @@ def _ledger(
     return 1 if arguments.check and differing else 0
 
 # %% ../nbs/00_core/14_command.ipynb #d98d38ff
+@contextlib.contextmanager
+def _sigterm_like_ctrl_c():
+    """Treat a polite kill (SIGTERM) like Ctrl-C meanwhile, so that the experiments' processes end too."""
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+# %% ../nbs/00_core/14_command.ipynb #394c22cb
 _COMMANDS = {"list": _list, "run": _run, "report": _report, "record": _record, "ledger": _ledger}
 
 
@@ -235,19 +251,3 @@ def main(
     except KeyboardInterrupt:
         print("privfl: interrupted; finished work is kept, go on with --resume", file=sys.stderr)
         return 130
-
-
-@contextlib.contextmanager
-def _sigterm_like_ctrl_c():
-    """Treat a polite kill (SIGTERM) like Ctrl-C meanwhile, so that the experiments' processes end too."""
-    def interrupt(number, frame):
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -114,6 +114,59 @@ def test_trap_16_opacus_agrees():
     assert rdp.get_epsilon(DELTA) <= compose([(SAMPLED, 100)], DELTA, "add_remove", "rdp") <= 1.05 * rdp.get_epsilon(DELTA)
 
 
+SMALL_RATES = [(0.001, 2.0, 100_000, 0.61), (0.001, 1.0, 10_000, 0.48), (0.01, 1.0, 10_000, 6.20)]  # the last: from a fine grid and opacus
+
+
+def drawn(rate, noise, count, neighbouring="add_remove", accountant="auto"):
+    return compose([(poisson_sampled(dpa.GaussianDpEvent(noise), rate), count)], DELTA, neighbouring, accountant)
+
+
+@pytest.mark.parametrize("rate, noise, count, reference", SMALL_RATES)
+def test_trap_16_small_rates_are_tight(rate, noise, count, reference):
+    """A step taken from the unsampled width gave 7.47, 1.95 and 8.60 here."""
+    found = drawn(rate, noise, count)
+    assert found == pytest.approx(reference, rel=0.02) and found <= drawn(rate, noise, count, accountant="rdp")
+    fine = dpa.pld.privacy_loss_distribution.from_gaussian_mechanism(noise, sampling_prob=rate, value_discretization_interval=1e-4)
+    exact = fine.self_compose(count).get_epsilon_for_delta(DELTA)
+    assert 0.97 * exact < found < 1.01 * exact  # the fine grid is an upper bound too, and not the finer one at the smallest rate
+    accountant = pytest.importorskip("opacus.accountants").PRVAccountant()
+    accountant.history = [(noise, rate, count)]
+    estimate = accountant.get_epsilon(DELTA, eps_error=0.01)  # an upper bound, at most 0.02 above the truth
+    assert estimate - 0.02 <= found <= 1.005 * estimate
+
+
+@pytest.mark.parametrize("rate, noise, count, reference", SMALL_RATES)
+def test_trap_16_renyi_is_taken_where_a_grid_is_coarse(rate, noise, count, reference, monkeypatch):
+    renyi = drawn(rate, noise, count, accountant="rdp")
+    monkeypatch.setattr(accounting, "_grid_step", lambda events, neighbouring: 0.0625)
+    assert drawn(rate, noise, count) == renyi < drawn(rate, noise, count, accountant="pld")
+
+
+@pytest.mark.parametrize("neighbouring", ["add_remove", "replace_one"])
+def test_trap_16_small_rates_are_monotone_and_stable_under_a_finer_grid(neighbouring, monkeypatch):
+    at = lambda rate=0.001, noise=1.0, count=10_000: drawn(rate, noise, count, neighbouring)
+    for values in ([at(noise=v) for v in (0.7, 0.95, 1.0, 1.05, 3.0)], [at(rate=v) for v in (0.01, 0.0011, 0.001, 0.0009, 1e-4)],
+                   [at(count=v) for v in (100_000, 11_000, 10_000, 9_000, 100)]):
+        assert np.isfinite(values).all() and (np.diff(values) < 0).all(), values
+    here, step = at(0.01), accounting._grid_step
+    monkeypatch.setattr(accounting, "_grid_step", lambda *arguments: step(*arguments) / 4)
+    assert at(0.01) <= here <= 1.005 * at(0.01)
+
+
+@pytest.mark.parametrize("event, neighbouring", [(dpa.GaussianDpEvent(1.0), "add_remove"), (dpa.GaussianDpEvent(0.6), "replace_one"), (dpa.LaplaceDpEvent(0.3), "add_remove")])
+@pytest.mark.parametrize("rate", [1e-4, 0.3])
+def test_the_deviation_that_sets_the_step_is_that_of_the_loss(event, neighbouring, rate):
+    """Against the loss distribution on a fine grid: mean and variance of the finite losses, the smaller over the directions."""
+    sampled = poisson_sampled(event, rate)
+    found = accounting._loss_deviation(sampled, neighbouring)
+    grid, deviations = accounting._loss_of(sampled, neighbouring, 2.0 ** np.floor(np.log2(found / 50))), []
+    for pmf in {id(part): part for part in (grid._pmf_remove, grid._pmf_add)}.values():
+        dense = pmf.to_dense_pmf()
+        losses, weights = (dense._lower_loss + np.arange(len(dense._probs))) * dense._discretization, dense._probs
+        deviations.append(sqrt(np.average((losses - np.average(losses, weights=weights)) ** 2, weights=weights)))
+    assert found == pytest.approx(min(deviations), rel=0.01)
+
+
 # ---- monotone, finite, consistent -------------------------------------------------------------------------------
 
 noises = st.floats(0.05, 50)
