@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ThreatModel', 'upload_function', 'cosine_distance', 'total_variation', 'step_decay', 'descend', 'CosineInversion',
-           'infer_label']
+           'infer_label', 'april_closed_form', 'april_completion', 'patches_from_position_gradient', 'rank1_inputs']
 
 # %% ../nbs/00_core/09_inversion.ipynb #e82129b7
 from collections.abc import Callable, Sequence
@@ -17,7 +17,11 @@ from torch.func import functional_call, grad, grad_and_value, vmap
 from torch.nn import functional as F
 from tqdm.auto import tqdm
 
+from .closed_forms import april_closed_form, april_completion, patches_from_position_gradient, rank1_inputs
 from .update import Layout
+
+# %% ../nbs/00_core/09_inversion.ipynb #b885ee9d
+_all_ = ["april_closed_form", "april_completion", "patches_from_position_gradient", "rank1_inputs"]
 
 # %% ../nbs/00_core/09_inversion.ipynb #fc1bfda3
 @dataclass(frozen=True)
