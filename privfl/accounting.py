@@ -13,6 +13,7 @@ __all__ = ['NEIGHBOURING', 'UNITS', 'BudgetExceeded', 'l2_sensitivity', 'PureEve
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, fields
 from math import ceil, exp, expm1, floor, inf, isfinite, isnan, log, log1p, log2, sqrt
 from typing import Any
@@ -62,7 +63,11 @@ def _check_number(name: str, value, low: float, high: float, open_low=False, ope
 
 def _check_count(name: str, value, low: int = 0) -> int:
     "An integer of at least `low`."
-    if isinstance(value, bool) or int(value) != value or value < low:
+    try:
+        whole = not isinstance(value, (bool, np.bool_)) and int(value) == value and value >= low
+    except (TypeError, ValueError, OverflowError):  # None, nan, inf
+        whole = False
+    if not whole:
         raise ValueError(f"{name} must be an integer of at least {low}, got {value!r}")
     return int(value)
 
@@ -609,10 +614,14 @@ class _Watcher:
 
 
 def _load(ledger: Ledger, saved: dict) -> None:
-    "Empties a ledger and fills it with saved entries."
-    ledger.entries, ledger._events, ledger._counts = [], {}, {}
-    for client, round, event, count in saved["entries"]:
-        ledger.record(client, round, _unpacked(event), count)
+    "Replaces a ledger's entries by saved ones; bad ones are refused and change nothing."
+    fresh = Ledger(ledger.neighbouring, ledger.unit)
+    try:
+        for client, round, event, count in saved["entries"]:
+            fresh.record(client, round, _unpacked(event), count)
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"a saved ledger is {{'entries': [[client, round, event, count], ...]}}, as state_dict() writes it: {error!r}") from error
+    ledger.entries, ledger._events, ledger._counts = fresh.entries, fresh._events, fresh._counts
 
 
 def _packed(value):
@@ -768,27 +777,31 @@ class Budget:
         self.epsilon = _check_number("epsilon", epsilon, 0, inf, open_low=True)
         self.delta, self.rule = _check_number("delta", delta, 0, 1), rule
         self.ledger = Ledger(neighbouring, unit)
-        self._new = {"fixed": lambda: _FixedRule(self.epsilon, self.delta, neighbouring),
-                     "gdp": lambda: GaussianFilter(self.epsilon, self.delta),
-                     "renyi": lambda: RenyiFilter(self.epsilon, self.delta, neighbouring)}.get(rule)
-        if self._new is None:
-            raise ValueError(f"rule must be 'fixed', 'gdp' or 'renyi', got {rule!r}")
-        self._new()  # a delta of 0 with a filter is refused now, not in round 50
-        self._rules: dict[int, object] = {}
+        self._rules: dict[int | None, Any] = {None: _new_rule(rule, self.epsilon, self.delta, neighbouring)}  # None: where new clients start
 
-    def admits(self, client: int, event: dpa.DpEvent, count: int = 1) -> bool:
-        "Whether this client can still afford the release; changes nothing."
-        return (self._rules.get(client) or self._new()).admits(event, _check_count("count", count, 1))
+    def _charged(self, client: int | None) -> dict[int | None, Any]:
+        "The rules that pay for a release: the client's own, or everybody's where the server releases."
+        if client is None:
+            return self._rules
+        client = _check_count("client", client)
+        return {client: self._rules.get(client) or deepcopy(self._rules[None])}
 
-    def spend(self, client: int, round: int, event: dpa.DpEvent, count: int = 1) -> None:
-        "Call before the mechanism runs: records the release, or raises BudgetExceeded and changes nothing."
-        rule = self._rules.get(client) or self._new()
-        if not rule.admits(event, _check_count("count", count, 1)):
-            raise BudgetExceeded(f"client {client}, round {round}: {event} x {count} would overrun epsilon = {self.epsilon:g} "
+    def admits(self, client: int | None, event: dpa.DpEvent, count: int = 1) -> bool:
+        "Whether this client (None: every client) can still afford the release; changes nothing."
+        count = _check_count("count", count, 1)
+        return all(rule.admits(event, count) for rule in self._charged(client).values())
+
+    def spend(self, client: int | None, round: int, event: dpa.DpEvent, count: int = 1) -> None:
+        "Call before the mechanism runs: records the release (client None: on everybody's data), or raises BudgetExceeded and changes nothing."
+        rules, count = self._charged(client), _check_count("count", count, 1)
+        if not all(rule.admits(event, count) for rule in rules.values()):
+            who = "the server, for at least one client" if client is None else f"client {client}"
+            raise BudgetExceeded(f"{who}, round {round}: {event} x {count} would overrun epsilon = {self.epsilon:g} "
                                  f"at delta = {self.delta:g} (rule {self.rule!r}); stop this client or release with more noise. Nothing was spent")
         self.ledger.record(client, round, event, count)
-        rule.spend(event, count)
-        self._rules[client] = rule
+        for rule in rules.values():
+            rule.spend(event, count)
+        self._rules.update(rules)
 
 # %% ../nbs/00_core/04_accounting.ipynb #a477c319
 class _FixedRule:
@@ -819,6 +832,15 @@ class _FixedRule:
         "Notes the release; what other events have left must be found anew."
         self.spent = merge_events([*self.spent, (event, count)])
         self._left = {repr(event): self._left[repr(event)] - count}
+
+
+def _new_rule(rule: str, epsilon: float, delta: float, neighbouring: str) -> Any:
+    "A rule that has spent nothing."
+    if rule not in ("fixed", "gdp", "renyi"):
+        raise ValueError(f"rule must be 'fixed', 'gdp' or 'renyi', got {rule!r}")
+    if rule == "gdp":
+        return GaussianFilter(epsilon, delta)
+    return (_FixedRule if rule == "fixed" else RenyiFilter)(epsilon, delta, neighbouring)
 
 # %% ../nbs/00_core/04_accounting.ipynb #56bbdea8
 def mask_delta_floor(

@@ -10,7 +10,7 @@ __all__ = ['clopper_pearson', 'ScoreAudit', 'audit_scores', 'epsilon_lower_bound
 # %% ../nbs/00_core/05_audit.ipynb #dba106f8
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import exp, inf, isfinite
+from math import exp, inf, isfinite, nan
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -21,6 +21,17 @@ from scipy.stats import binom
 from tqdm.auto import tqdm
 
 # %% ../nbs/00_core/05_audit.ipynb #4dece51f
+def _number(name: str, value, allowed: str, test: Callable[[float], bool]) -> float:
+    "A float that passes the test; NaN never does."
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = nan
+    if not test(number):
+        raise ValueError(f"{name} must lie in {allowed}, got {value!r}")
+    return number
+
+
 def clopper_pearson(
     hits: int | np.ndarray,  # successes, 0 <= hits <= trials
     trials: int | np.ndarray,  # >= 1
@@ -28,6 +39,10 @@ def clopper_pearson(
 ) -> tuple[np.ndarray, np.ndarray]:
     "Exact one-sided limits (low, up) for a probability: each is violated with probability at most alpha."
     hits, trials = np.broadcast_arrays(np.asarray(hits, dtype=float), np.asarray(trials, dtype=float))
+    alpha = _number("alpha", alpha, "(0, 1), for instance 0.05", lambda number: 0 < number < 1)
+    if not (np.isfinite(trials) & (trials >= 1) & (hits >= 0) & (hits <= trials) & (np.floor(hits) == hits) & (np.floor(trials) == trials)).all():
+        raise ValueError(f"hits and trials must be whole numbers with 0 <= hits <= trials and trials >= 1, got hits {hits} of trials {trials}: "
+                         "count each run once")
     low = np.where(hits > 0, betaincinv(np.maximum(hits, 1), trials - hits + 1, alpha), 0.0)
     up = np.where(hits < trials, betaincinv(hits + 1, np.maximum(trials - hits, 1), 1 - alpha), 1.0)
     return low, up
@@ -47,12 +62,8 @@ def _scores(values, name: str) -> np.ndarray:
 
 def _check_rates(delta, confidence) -> tuple[float, float]:
     "delta in [0, 1), confidence in (0, 1)."
-    delta, confidence = float(delta), float(confidence)
-    if not 0 <= delta < 1:
-        raise ValueError(f"delta must lie in [0, 1), got {delta!r}")
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence must lie in (0, 1), for instance 0.95, got {confidence!r}")
-    return delta, confidence
+    return (_number("delta", delta, "[0, 1)", lambda number: 0 <= number < 1),
+            _number("confidence", confidence, "(0, 1), for instance 0.95", lambda number: 0 < number < 1))
 
 # %% ../nbs/00_core/05_audit.ipynb #0ceff961
 def _log_ratio(numerator: np.ndarray, denominator: np.ndarray, delta: float) -> np.ndarray:
@@ -118,8 +129,10 @@ def audit_scores(
     "Lower confidence bound on epsilon with the event it comes from, its estimate and its interval."
     scores_in, scores_out = _scores(scores_in, "scores_in"), _scores(scores_out, "scores_out")
     delta, confidence = _check_rates(delta, confidence)
-    if threshold is not None:  # four events share four limits, each at alpha / 4
-        hits, trials = _event_hits(np.sort(scores_in), np.sort(scores_out), np.array([float(threshold)]))
+    if threshold is not None:
+        threshold = _number("threshold", threshold, "[-inf, inf] (None: chosen from the scores)", lambda number: number == number)
+        # four events share four limits, each at alpha / 4
+        hits, trials = _event_hits(np.sort(scores_in), np.sort(scores_out), np.array([threshold]))
         limits = _loss_limits(hits, trials, delta, (1 - confidence) / 2)
         return _found(limits[:, int(np.argmax(limits[0])), 0], int(np.argmax(limits[0])), threshold, trials, delta, confidence)
     generator = np.random.default_rng(20_230_515) if generator is None else generator
@@ -215,8 +228,13 @@ def one_run_p_value(
     delta: float = 0.0,  # in [0, 1)
 ) -> float:
     "Largest probability, under (epsilon, delta)-DP, of at least this many right guesses in one run."
-    if not 0 <= num_correct <= num_guesses <= num_canaries or num_canaries < 1:
-        raise ValueError(f"need 0 <= correct <= guesses <= canaries, got {num_correct}, {num_guesses}, {num_canaries}")
+    counts = np.array([num_correct, num_guesses, num_canaries], dtype=float)
+    if not (np.isfinite(counts).all() and (counts == np.floor(counts)).all() and 0 <= counts[0] <= counts[1] <= counts[2] and counts[2] >= 1):
+        raise ValueError("need whole numbers 0 <= correct <= guesses <= canaries and at least one canary, "
+                         f"got {num_correct}, {num_guesses}, {num_canaries}: a canary without a guess is an abstention")
+    num_correct, num_guesses, num_canaries = (int(count) for count in counts)
+    epsilon = _number("epsilon", epsilon, "[0, inf]", lambda number: number >= 0)
+    delta = _number("delta", delta, "[0, 1)", lambda number: 0 <= number < 1)
     success = 1 / (1 + exp(-epsilon))
     value = binom.sf(num_correct - 1, num_guesses, success)
     if delta > 0 and num_correct > 0:
@@ -249,11 +267,11 @@ def one_run_audit(
     included = np.asarray(included.detach().cpu().numpy() if hasattr(included, "detach") else included)
     if included.shape != scores.shape or included.dtype != bool:
         raise ValueError(f"included must be a bool vector of shape {scores.shape}, got {included.dtype} {included.shape}")
-    choices = [int(number) for number in np.ravel(num_guesses)]
-    if not choices or min(choices) < 1 or max(choices) > len(scores):
-        raise ValueError(f"num_guesses must lie in [1, {len(scores)}], got {num_guesses!r}")
+    choices = np.ravel(np.asarray(num_guesses, dtype=float))
+    if not choices.size or not ((choices >= 1) & (choices <= len(scores)) & (choices == np.floor(choices))).all():
+        raise ValueError(f"num_guesses must be whole numbers in [1, {len(scores)}], got {num_guesses!r}")
     order, bounds = np.argsort(scores, kind="stable"), []
-    for number in choices:
+    for number in choices.astype(int).tolist():
         high = number - number // 2
         correct = included[order[len(order) - high:]].sum() + (~included[order[:number // 2]]).sum()
         bounds.append(one_run_epsilon(int(correct), number, len(scores), delta_confidence[0], 1 - (1 - delta_confidence[1]) / len(choices)))
@@ -324,6 +342,8 @@ def audit_metric_privacy(
     points, outputs = _numpy(points), _numpy(outputs)
     if points.ndim != 2 or len(points) < 2 or outputs.ndim != 2 or not len(outputs):
         raise ValueError(f"need points (n, d) with n >= 2 and outputs (m, d), got {points.shape} and {outputs.shape}")
+    if not np.isfinite(points).all():
+        raise ValueError(f"points must be finite, got {int((~np.isfinite(points)).sum())} NaN or infinite of {points.size}: leave such points out")
     if not (isfinite(epsilon) and epsilon > 0):
         raise ValueError(f"epsilon must be positive and finite, in 1/{unit}, got {epsilon!r}")
     logs, distances = _log_densities(log_density, points, outputs), _distances(distance, points)
@@ -358,8 +378,10 @@ def probe_outputs(
 ) -> np.ndarray:
     "Outputs (m, 2) to look at: the points, circles around each, and points behind each on the line through every other."
     points, radii = _numpy(points), np.asarray(radii, dtype=float)
-    if not len(radii) or (radii <= 0).any():
-        raise ValueError(f"radii must be positive, got {radii.tolist()}")
+    if radii.ndim != 1 or not radii.size or not (np.isfinite(radii) & (radii > 0)).all():
+        raise ValueError(f"radii must be a list of positive, finite numbers in the points' unit, got {radii.tolist()}")
+    if points.ndim != 2 or points.shape[1] != 2 or not np.isfinite(points).all():
+        raise ValueError(f"points must be finite, of shape (n, 2), got shape {points.shape} with {int((~np.isfinite(points)).sum())} NaN or infinite")
     angles = 2 * np.pi * np.arange(num_directions) / num_directions
     circle = np.stack([np.cos(angles), np.sin(angles)], axis=1)
     around = points[:, None, None] + radii[:, None, None] * circle

@@ -60,6 +60,7 @@ def half_width_in_sd(
     """Half the width of a t-interval, in standard deviations of the paired difference: what n seeds can resolve."""
     if n < 2:
         raise ClaimError(f"{n} seeds: an interval needs at least 2")
+    _clean([0.0], confidence)
     return float(special.stdtrit(n - 1, 0.5 + confidence / 2) / math.sqrt(n))
 
 # %% ../nbs/00_core/11_claims.ipynb #db97f11e
@@ -119,6 +120,8 @@ def share_interval(
     confidence: float = 0.95,  # in (0, 1)
 ) -> Interval:
     """Clopper-Pearson interval for a share, exact at 0 and at 1."""
+    if not (float(trials).is_integer() and float(successes).is_integer()):
+        raise ClaimError(f"{successes} successes of {trials} trials: both must be whole numbers")
     if trials < 1 or not 0 <= successes <= trials:
         raise ClaimError(f"{successes} successes of {trials} trials: trials must be at least 1 and cover the successes")
     _clean([0.0], confidence)
@@ -170,12 +173,21 @@ def _check_claim(
     unknown = [scale for scale in claim.scales if scale not in SCALES]
     if unknown or not claim.scales:
         raise ClaimError(f"claim {claim.name!r}: scales are {claim.scales}; choose from {', '.join(SCALES)}")
-    if not math.isfinite(claim.margin) or claim.margin < 0:
+    if not _is_real(claim.margin) or claim.margin < 0:
         raise ClaimError(f"claim {claim.name!r}: margin is {claim.margin}; it must be finite and at least 0")
     if claim.rule.startswith("threshold") and claim.margin:
         raise ClaimError(f"claim {claim.name!r}: a threshold has no margin; give the threshold as target={claim.margin}")
     if claim.rule not in ("difference", "no_loss") and claim.target is None:
         raise ClaimError(f"claim {claim.name!r}: rule {claim.rule!r} needs a number as target or paper_value")
+    if claim.target is not None and not _is_real(claim.target):
+        raise ClaimError(f"claim {claim.name!r}: target is {claim.target!r}; it must be a finite number")
+
+
+def _is_real(
+    value: object,  # any
+) -> bool:
+    """Whether a value is a finite number."""
+    return isinstance(value, (int, float, np.number)) and math.isfinite(value)
 
 # %% ../nbs/00_core/11_claims.ipynb #13bb76db
 @dataclass(frozen=True)
@@ -309,6 +321,11 @@ def judge(
         if claim.rule == "exact":
             return _judge_exact(claim, values, scale)
         measured = _interval_for(claim, values, confidence)
+    ends = np.array([measured.low, measured.estimate, measured.high], dtype=np.float64)
+    if np.isnan(ends).any() or (claim.rule == "exact" and not np.isfinite(ends).all()):
+        return _unjudged(claim, OUTCOMES[2], scale, f"the interval [{measured.low}, {measured.high}] is not finite", measured.n)
+    if measured.low > measured.high:
+        raise ClaimError(f"the interval has low = {measured.low} above high = {measured.high}: give the lower end first")
     if claim.rule == "exact":
         return _judge_exact(claim, np.array([measured.low, measured.estimate, measured.high]), scale)
     return _with_sentence(claim, measured, scale)
@@ -408,10 +425,23 @@ def check_tuning(
     what: str = "a parameter",  # what was chosen
 ) -> None:
     """Refuse to report on the replicates that chose a parameter: raises ClaimError naming the overlap."""
-    overlap = sorted(set(map(str, tuned_on)) & set(map(str, reported_on)))
+    overlap = sorted(set(map(_replicate_name, tuned_on)) & set(map(_replicate_name, reported_on)))
     if overlap:
         raise ClaimError(f"{what} was tuned on {', '.join(overlap)}, which the result also reports: "
                          "choose on replicates that are not reported")
+
+
+def _replicate_name(
+    replicate: object,  # seed or image: a number of any kind, text, or a tuple of them
+) -> str:
+    """One text for all ways to write a replicate: 1, 1.0, an array's 1 and a tensor's 1 are the same seed."""
+    if hasattr(replicate, "item") and getattr(replicate, "ndim", 1) == 0:
+        replicate = replicate.item()
+    if isinstance(replicate, (tuple, list)):
+        return f"({', '.join(map(_replicate_name, replicate))})"
+    if isinstance(replicate, (bool, int, float)) and float(replicate).is_integer():
+        return str(int(replicate))
+    return str(replicate)
 
 # %% ../nbs/00_core/11_claims.ipynb #905aee78
 def claim_to_dict(

@@ -12,12 +12,14 @@ import copy
 import logging
 import os
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 
 import torch
@@ -348,14 +350,23 @@ def _fit(client: Client, state: GlobalState, client_state: Mapping, streams: Str
     if state.buffers:
         load_buffers(model, state.buffers)
     model.train(client.training).zero_grad(set_to_none=True)
-    empty = len(client) == 0
-    update = torch.zeros_like(state.parameters) if empty else client.local_update(model, state, memory, streams, round)
+    update = _train(client, model, state, memory, streams, round) if len(client) else torch.zeros_like(state.parameters)
     check_update(update, client.layout.size, client=client.client_id, round=round)
     tensors = _defend(client, update, memory, state, streams, round)
     if client.share_buffers and state.buffers:
         tensors |= {BUFFER + name: buffer for name, buffer in buffers_of(model).items()}
     meta = {"size": client.layout.size, "quantity": "gradient" if client.algorithm == "fedsgd" else "change"}
     return Upload(client.client_id, round, len(client), tensors, meta), memory
+
+
+def _train(client: Client, model: nn.Module, state: GlobalState, memory: dict, streams: Streams, round: int) -> Tensor:
+    "Local training; torch's own complaints (one example for BatchNorm, a label out of range) name client and round."
+    try:
+        return client.local_update(model, state, memory, streams, round)
+    except (ValueError, IndexError, RuntimeError) as error:
+        if isinstance(error, UpdateError):
+            raise
+        raise ValueError(f"client {client.client_id}, round {round}: training failed: {error}") from error
 
 
 def _defend(client: Client, update: Tensor, memory: dict, state: GlobalState, streams: Streams, round: int) -> dict:
@@ -603,7 +614,9 @@ def _mapper(workers: int):
 def _settings(server: Server, clients: Sequence[Client], seed: int) -> dict[str, str]:
     "What must be equal for a run to be continued: name of the setting -> its value in words."
     found = {"seed": str(seed), "clients": str([client.client_id for client in clients]),
-             "examples": str([len(client) for client in clients]), "parameters": str(server.layout.size)}
+             "examples": str([len(client) for client in clients]), "parameters": str(server.layout.size),
+             "data": str([_fingerprint(client.inputs, client.targets) for client in clients]), "model": _fingerprint(str(server.model)),
+             "initial weights": _fingerprint(server.initial_state().parameters, *server.initial_state().buffers.values())}
     found |= {f"server {name}": _plain(getattr(server, name)) for name in _fields(server)}
     for name in _fields(clients[0]):
         values = [_plain(getattr(client, name, None)) for client in clients]
@@ -615,17 +628,40 @@ def _fields(thing) -> list[str]:
     "The plain settings of a server or a client."
     return [name for name in thing.__dataclass_fields__ if name not in ("model", "inputs", "targets", "client_id")]
 
+# %% ../nbs/00_core/08_federation.ipynb #bc49458b
+def _fingerprint(*parts: Tensor | str) -> str:
+    "A short digest of tensors and texts: equal content gives equal digests on every machine."
+    digest = blake2b(digest_size=8)
+    for part in parts:
+        if isinstance(part, Tensor):
+            digest.update(f"{part.dtype} {tuple(part.shape)} ".encode())
+            part = part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes() if part.numel() else ""
+        digest.update(part.encode() if isinstance(part, str) else part)
+    return digest.hexdigest()
 
+# %% ../nbs/00_core/08_federation.ipynb #89b6fc17
 def _plain(value) -> str:
-    "A value in words, without memory addresses."
+    "A value in words, without memory addresses; two values that act differently read differently."
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_plain(item) for item in value) + "]"
     if isinstance(value, Tensor):
-        return f"tensor of {value.numel()} with sum {value.double().sum():g}"
+        return f"tensor of {value.numel()}, {_fingerprint(value)}"
     if isinstance(value, partial):
         return f"{_plain(value.func)} {value.args} {value.keywords}"
+    if isinstance(value, types.FunctionType) and not value.__module__.startswith(("torch.", "privfl.")):
+        return f"{value.__name__} {_fingerprint(_code_in_words(value))}"
     text = getattr(value, "__name__", None) or repr(value)
-    return type(value).__name__ if " at 0x" in text else text
+    return f"{type(value).__name__} {_plain(sorted(getattr(value, '__dict__', {}).items()))}" if " at 0x" in text else text
+
+
+def _code_in_words(function: types.FunctionType) -> str:
+    "What decides how a function of the user's acts: code, constants, defaults, closure, and plain globals."
+    code, known = function.__code__, function.__globals__
+    constants = [item for item in code.co_consts if not isinstance(item, types.CodeType)]
+    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
+    cells = [cell.__name__ if isinstance(cell, types.FunctionType) else cell for cell in cells]  # may be the function itself
+    plain = {name: known[name] for name in code.co_names if isinstance(known.get(name), (int, float, str))}
+    return f"{code.co_code.hex()} {constants} {function.__defaults__} {plain} {_plain(cells)}"
 
 # %% ../nbs/00_core/08_federation.ipynb #6759f357
 @dataclass(frozen=True)
@@ -649,6 +685,17 @@ def _remember(observers: Sequence) -> list[Mapping | None]:
     "The memories of those observers that have one."
     return [observer.state_dict() if hasattr(observer, "state_dict") else None for observer in observers]
 
+# %% ../nbs/00_core/08_federation.ipynb #4a8be35d
+def _recall(observers: Sequence, saved: Sequence[Mapping | None], name: str) -> None:
+    "Give each observer its memory back; refuses observers that would start in mid-run, or be forgotten."
+    remembering = [observer for observer in observers if hasattr(observer, "load_state_dict")]
+    memories = [memory for memory in saved if memory is not None]
+    if len(remembering) != len(memories):
+        raise CheckpointError(f"the checkpoint {name} holds the memories of {len(memories)} observers, this run has {len(remembering)} "
+                              "that remember: pass the same observers, or use another file")
+    for observer, memory in zip(remembering, memories):
+        observer.load_state_dict(memory)
+
 
 def _check_belongs(saved: Mapping, settings: Mapping[str, str], rounds: int, name: str) -> None:
     "Refuses the checkpoint of another run, naming what differs."
@@ -670,9 +717,7 @@ def _begin(server: Server, clients: Sequence[Client], rounds: int, seed: int, ch
     name = Path(checkpoint).name
     saved = load_checkpoint(checkpoint, state.parameters.device)
     _check_belongs(saved, settings, rounds, name)
-    for observer, kept in zip(observers, saved["observers"]):
-        if kept is not None and hasattr(observer, "load_state_dict"):
-            observer.load_state_dict(kept)
+    _recall(observers, saved["observers"], name)
     state = GlobalState(*(saved[key] for key in ("round", "parameters", "buffers", "memory")))
     logger.info("continuing from %s after %d rounds", name, state.round)
     return _Progress(settings, state, saved["clients"], _remember(observers))

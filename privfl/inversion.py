@@ -200,7 +200,7 @@ class _CosineSettings:
         local_batch_size: int | None = None,  # images per local step; None: the whole batch
         loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,  # the client's loss, a mean over the batch
         chunk_size: int = 32,  # searches held in memory together
-        vectorise: bool | None = None,  # None: `vmap` from 4 searches on, a plain loop below
+        vectorise: bool | None = None,  # None: `vmap` from 3 searches on, a plain loop below
     ):
         _check_settings(input_shape, steps, total_variation, restarts, learning_rate, pixel_scale, chunk_size)
         local = (local_steps, local_learning_rate, local_batch_size, loss)
@@ -314,7 +314,7 @@ def _starts(attack: CosineInversion, generator, rows: int, images: int) -> Tenso
 # %% ../nbs/00_core/09_inversion.ipynb #b6b87a23
 def _evaluator(attack: CosineInversion, shared: Tensor, labels: Tensor, mask: Tensor | None, weight: Tensor) -> Callable:
     "A function from T candidates to their slopes, objectives and cosine distances: by `vmap`, or one by one."
-    together = len(shared) >= 4 if attack.vectorise is None else attack.vectorise
+    together = len(shared) >= 3 if attack.vectorise is None else attack.vectorise
     upload = attack.upload_functional if together else attack.upload
 
     def objective(candidate, shared, labels, mask, weight):

@@ -98,11 +98,11 @@ def gaussian_delta(
     epsilon: float,  # > 0
     sigma: float,  # standard deviation of the noise, > 0, in the unit of the release
     sensitivity: float,  # largest distance of two neighbouring releases, > 0: C for add-remove, 2C for replace-one
-) -> float:  # in [0, 1)
+) -> float:  # in [0, 1]; 1 only by rounding
     "The exact delta of Gaussian noise at this epsilon. Raises `ValueError`."
     epsilon = _number(epsilon, "epsilon", "a privacy loss, without unit")
     ratio = _number(sigma, "sigma", "a standard deviation") / _number(sensitivity, "sensitivity", "C or 2C")
-    return exp(_log_delta(epsilon, ratio))
+    return exp(_log_delta(epsilon, max(ratio, 5e-324)))  # a ratio too small for a float: the smallest one, delta is 1 up to rounding
 
 # %% ../nbs/00_core/03_mechanisms.ipynb #6e3a67af
 def gaussian_sigma(
@@ -135,7 +135,10 @@ def add_gaussian_noise(
 ) -> Tensor:  # (d,), new memory, dtype and device of `update`; differentiable in `update`
     "`update` plus normal noise, added in float64, rounded once; research noise. Raises `ValueError`."
     check_update(update)
-    scale = torch.as_tensor(sigma, dtype=torch.float64, device=update.device)
+    try:
+        scale = torch.as_tensor(sigma, dtype=torch.float64, device=update.device)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"sigma is {sigma!r}; allowed is a number of at least 0 or one per entry, {tuple(update.shape)}") from None
     if scale.dim() and scale.shape != update.shape:
         raise ValueError(f"sigma has shape {tuple(scale.shape)}; allowed is a scalar or {tuple(update.shape)}")
     if not bool(((scale >= 0) & (scale < inf)).all()):

@@ -6,11 +6,11 @@
 __all__ = ['logger', 'EXPERIMENTS', 'MACHINERY', 'SCHEMA', 'FIGURE_BYTES', 'TIME_LIMITS_S', 'RECORD_BYTES', 'NOTEBOOK_BYTES',
            'RunnerError', 'Experiment', 'find_root', 'list_experiments', 'to_plain', 'from_plain', 'write_bytes',
            'write_json', 'read_json', 'canonical_code', 'imported_modules', 'notebook_code', 'code_digest',
-           'experiment_digest', 'to_float', 'pack_tensors', 'unpack_tensors', 'provenance', 'git_commit', 'png_of',
-           'Record', 'Parameter', 'read_parameters', 'read_notebook', 'convert', 'suggest', 'split_values', 'grid',
-           'Run', 'run_key', 'plan', 'execute_run', 'kill_tree', 'describe_failure', 'Outcome', 'Progress',
-           'RunProgress', 'finished_runs', 'write_tables', 'run', 'is_finished', 'record_result', 'keep_outputs',
-           'record_state']
+           'experiment_digest', 'to_float', 'pack_tensors', 'unpack_tensors', 'NotStorable', 'provenance', 'git_commit',
+           'png_of', 'Record', 'Parameter', 'read_parameters', 'read_notebook', 'convert', 'suggest', 'split_values',
+           'grid', 'Run', 'run_key', 'plan', 'execute_run', 'kill_tree', 'describe_failure', 'Outcome', 'Progress',
+           'RunProgress', 'check_results', 'finished_runs', 'write_tables', 'run', 'is_finished', 'record_result',
+           'keep_outputs', 'record_state']
 
 # %% ../nbs/00_core/12_runner.ipynb #f5fbc02e
 import ast
@@ -442,6 +442,8 @@ def pack_tensors(
     if isinstance(value, (list, tuple)):
         packed = [pack_tensors(item) for item in value]
         return [item for item, _ in packed], any(inside for _, inside in packed)
+    if isinstance(value, str):
+        return str(value), value in _NONFINITE  # the text "NaN" would come back from JSON as a number
     return from_plain(to_plain(value)), False
 
 
@@ -462,12 +464,19 @@ def _named(
     return path.with_name(path.name + suffix)
 
 
+class NotStorable(RunnerError):
+    """A value that is no nesting of plain values, arrays and tensors."""
+
+
 def _store(
     path: Path,  # without suffix: .json or .pt is added
     document: dict,  # {"key", "value", ...}
 ) -> Path:
     """Write one finished cell atomically: JSON where it can be, else tensors that load with weights_only."""
-    packed, has_tensors = pack_tensors(document)
+    try:
+        packed, has_tensors = pack_tensors(document)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise NotStorable(str(error)) from error
     if not has_tensors:
         write_json(_named(path, ".json"), packed)
         return _named(path, ".json")
@@ -477,6 +486,17 @@ def _store(
     write_bytes(_named(path, ".pt"), buffer.getvalue())
     return _named(path, ".pt")
 
+# %% ../nbs/00_core/12_runner.ipynb #5c06bebe
+def _checked_cell(
+    document: Any,  # as read
+) -> dict:
+    """The document of a finished cell, or RunnerError where it is none."""
+    if not isinstance(document, dict) or not {"key", "value"} <= set(document):
+        raise RunnerError("it holds no key and value")
+    if not all(isinstance(document.get(name, 0.0), (int, float)) for name in ("wall_s", "cpu_s")):
+        raise RunnerError("its times are no numbers")
+    return document
+
 
 def _load(
     path: Path,  # without suffix
@@ -484,27 +504,51 @@ def _load(
     """A finished cell, or None where there is none; a damaged file counts as not finished."""
     try:
         if _named(path, ".json").is_file():
-            return read_json(_named(path, ".json"))
+            return _checked_cell(read_json(_named(path, ".json")))
         if _named(path, ".pt").is_file():
             import torch
-            return unpack_tensors(torch.load(_named(path, ".pt"), map_location="cpu", weights_only=True))
+            return _checked_cell(unpack_tensors(torch.load(_named(path, ".pt"), map_location="cpu", weights_only=True)))
     except Exception as error:  # truncated by a crash: compute it again
         logger.warning("finished cell %s cannot be read (%s); it is computed again", path.name, error)
     return None
 
 # %% ../nbs/00_core/12_runner.ipynb #f6e69412
+def _key_text(
+    key: Any,  # str, int, float, bool, None, or nested tuples and lists of them
+) -> str:
+    """A key as text that tells 1 from "1", None from "None" and a tuple from its own text."""
+    key = key.item() if isinstance(key, np.generic) else key
+    if isinstance(key, (tuple, list)):
+        return f"({', '.join(map(_key_text, key))})"
+    for kind in (bool, int, float, str):
+        if isinstance(key, kind):
+            return repr(kind(key))
+    if key is None:
+        return "None"
+    raise RunnerError(f"{key!r} ({type(key).__name__}) cannot be in the key of a cell of work: give text, numbers, None, or tuples of them")
+
+# %% ../nbs/00_core/12_runner.ipynb #2dda473e
 class _CellFiles(_Collected):
     """Where finished cells of work lie, and what their names depend on."""
 
     def _cell_path(
         self,
-        key: Any,  # a string or a tuple of plain values
+        key: Any,  # see `_key_text`
     ) -> Path:
         """File of a cell, without suffix: readable name, then a hash of key, parameters and code."""
-        text = key if isinstance(key, str) else json.dumps(to_plain(key))
+        text = _key_text(key)
         content = json.dumps([text, self.parameters, self._code_so_far()], sort_keys=True)
         name = re.sub(r"[^A-Za-z0-9.=+-]+", "_", text).strip("_")[:48]
         return self.folder / "cells" / f"{name}-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
+
+    def _committed(
+        self,
+        path: Path,  # without suffix
+    ) -> dict | None:
+        """The finished cell of that name in the result of record; None where there is none, or a damaged one."""
+        with contextlib.suppress(RunnerError):
+            return _checked_cell(_committed_cells(self.experiment, self.scale).get(path.name))
+        return None
 
     def _code_so_far(self) -> str:
         """Digest of the code executed so far in this kernel; of the whole experiment outside one."""
@@ -512,7 +556,7 @@ class _CellFiles(_Collected):
         executed = shell.user_ns.get("In", [])[1:] if shell is not None else None
         return code_digest(executed, without={*self.parameters, "output_dir"}) if executed else self._digest
 
-# %% ../nbs/00_core/12_runner.ipynb #23cfc488
+# %% ../nbs/00_core/12_runner.ipynb #ce437203
 class _Cells(_CellFiles):
     """Finished cells of work that survive a kill."""
 
@@ -521,7 +565,8 @@ class _Cells(_CellFiles):
         key: Any,  # as for `cached`
     ) -> bool:
         """Whether a cell is finished."""
-        return _load(self._cell_path(key)) is not None or self._cell_path(key).name in _committed_cells(self.experiment, self.scale)
+        path = self._cell_path(key)
+        return (_load(path) or self._committed(path)) is not None
 
     def cached(
         self,
@@ -530,12 +575,17 @@ class _Cells(_CellFiles):
     ) -> Any:
         """What `function` returns, computed once for these parameters and this code, even over a kill."""
         path = self._cell_path(key)
-        found = _load(path) or _committed_cells(self.experiment, self.scale).get(path.name)
+        found = _load(path) or self._committed(path)
         if found is None:
             wall, cpu = time.perf_counter(), _cpu_seconds()
-            document = {"key": to_plain(key), "value": function(), "wall_s": time.perf_counter() - wall, "cpu_s": _cpu_seconds() - cpu}
-            _store(path, document)
-            return _load(path)["value"]
+            value = function()
+            document = {"key": _key_text(key), "value": value, "wall_s": time.perf_counter() - wall, "cpu_s": _cpu_seconds() - cpu}
+            try:
+                _store(path, document)
+            except NotStorable as error:  # the work is done: do not throw it away
+                logger.warning("what %s returned is not stored (%s); a resumed run computes it again", path.name, error)
+                return value
+            return (_load(path) or document)["value"]
         if not _named(path, ".pt").is_file() and not _named(path, ".json").is_file():
             _store(path, found)
         self._reused["cells"] += 1
@@ -543,7 +593,7 @@ class _Cells(_CellFiles):
         self._reused["cpu_s"] += found.get("cpu_s", 0.0)
         return found["value"]
 
-# %% ../nbs/00_core/12_runner.ipynb #2dda473e
+# %% ../nbs/00_core/12_runner.ipynb #332749a1
 def _committed_cells(
     experiment: str,  # name
     scale: str,  # of the run
@@ -555,7 +605,9 @@ def _committed_cells(
         path = find_root() / "results" / scale / f"{experiment}.json"
         stamp = (str(path), path.stat().st_mtime_ns)
         if stamp not in _COMMITTED:
-            _COMMITTED[stamp] = read_json(path).get("cells", {})
+            document = read_json(path)
+            cells = document.get("cells") if isinstance(document, dict) else None
+            _COMMITTED[stamp] = cells if isinstance(cells, dict) else {}
         return _COMMITTED[stamp]
     return {}
 
@@ -647,8 +699,11 @@ class _Shown(_Cells):
         caption: str = "",  # one or two sentences
     ) -> None:
         """Save a figure under the run (PNG, at most 100 kB) and display it."""
-        content = png_of(figure)
         file = f"figures/{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}.png"
+        taken = [other for other, item in self._kept["figures"].items() if other != name and item["file"].lower() == file.lower()]
+        if taken:
+            raise RunnerError(f"figure {name!r} would overwrite {file} of figure {taken[0]!r}: choose another name")
+        content = png_of(figure)
         write_bytes(self.folder / file, content)
         self._kept["figures"][name] = {"name": name, "file": file, "caption": caption, "bytes": len(content)}
         if "matplotlib.pyplot" in sys.modules:
@@ -1271,6 +1326,69 @@ def _write_csv(
         write_bytes(path, text.getvalue().encode())
 
 # %% ../nbs/00_core/12_runner.ipynb #35c5bec0
+def check_results(
+    results: Any,  # as read from results.json
+) -> dict:  # the same
+    """Results that every reader can use, or RunnerError saying what is wrong with them."""
+    if not isinstance(results, dict) or results.get("schema") != SCHEMA:
+        raise RunnerError(f"results.json is not of schema {SCHEMA}: run the experiment again")
+    kinds = {str: ("experiment", "scale", "commit", "digest"), list: ("claims", "figures", "tuning"),
+             dict: ("parameters", "metrics", "tables", "data", "versions", "hardware", "reused"), (int, float): ("wall_s", "cpu_s")}
+    try:
+        for kind, names in kinds.items():
+            for name in names:
+                _want(isinstance(results[name], kind), name)
+        _want(results["scale"] in SCALES, "scale")
+        for item in results["claims"]:
+            _check_judged(item)
+        _check_parts(results)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        missing = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise RunnerError(f"results.json is damaged: {missing}; run the experiment again") from error
+    return results
+
+# %% ../nbs/00_core/12_runner.ipynb #b6102e52
+def _want(
+    holds: bool,  # what must be true
+    what: str,  # the part that is wrong otherwise
+) -> None:
+    """RunnerError unless it holds."""
+    if not holds:
+        raise RunnerError(f"{what} is not what a run writes")
+
+
+def _check_judged(
+    item: Mapping,  # {"claim", "verdict", ...}
+) -> None:
+    """A claim that can be made again, and verdicts with an outcome and numbers."""
+    claim = claims_module.claim_from_dict(item["claim"])
+    _want({"name", "rule", "unit"} <= set(item["claim"]), "a claim")
+    for verdict in [item["verdict"], *([item["strongest"]["verdict"]] if item.get("strongest") else [])]:
+        _want(verdict["outcome"] in claims_module.OUTCOMES, f"the outcome of {claim.name!r}")
+        _want(isinstance(verdict["sentence"], str) and isinstance(verdict["n"], int), f"the verdict on {claim.name!r}")
+        for name in ("estimate", "low", "high"):
+            _want(isinstance(verdict[name], (int, float)), f"{name} of {claim.name!r}")
+    _want(not item.get("strongest") or isinstance(item["strongest"]["attacker"], str), f"the strongest attacker of {claim.name!r}")
+
+# %% ../nbs/00_core/12_runner.ipynb #4bb07aa3
+def _check_parts(
+    results: Mapping,  # with lists and dictionaries in their places
+) -> None:
+    """Metrics are numbers, figures lie inside the run's folder, tables have rows, data and tuning say what they must."""
+    for name, item in results["metrics"].items():
+        numbers = all(isinstance(value, (int, float)) for value in item["values"])
+        _want(numbers and len(item["values"]) == len(item["seeds"]) and isinstance(item["unit"], str), f"metric {name!r}")
+    for item in results["figures"]:
+        inside = not Path(item["file"]).is_absolute() and ".." not in Path(item["file"]).parts
+        _want(inside and isinstance(item["name"], str) and isinstance(item["caption"], str), f"figure {item['name']!r}")
+    for name, item in results["tables"].items():
+        _want(isinstance(item["rows"], list) and all(isinstance(row, dict) for row in item["rows"]), f"table {name!r}")
+    _want(all({"source", "checksum"} <= set(item) for item in results["data"].values()), "data")
+    _want("finished" in results and all(isinstance(results["reused"][name], (int, float)) for name in ("cells", "cpu_s")), "reused")
+    for item in results["tuning"]:
+        _want({"what", "chosen"} <= set(item) and isinstance(item["candidates"], list) and isinstance(item["tuned_on"], list), "tuning")
+
+# %% ../nbs/00_core/12_runner.ipynb #4cfab280
 def finished_runs(
     output: Path,  # folder of all runs
 ) -> list[tuple[Path, dict, dict]]:  # folder, status, results (empty where there are none)
@@ -1279,9 +1397,11 @@ def finished_runs(
     for path in sorted(Path(output).glob("*/*/status.json")):
         try:
             status, result = read_json(path), path.parent / "results.json"
-            results = read_json(result) if status.get("state") == "finished" and result.is_file() else {}
-            found.append((path.parent, status, results if results.get("schema") == SCHEMA else {}))
-        except RunnerError as error:
+            if not isinstance(status, dict):
+                raise RunnerError("status.json holds no status")
+            ready = status.get("state") == "finished" and result.is_file()
+            found.append((path.parent, status, check_results(read_json(result)) if ready else {}))
+        except (RunnerError, OSError) as error:
             found.append((path.parent, {"state": "damaged", "reason": str(error)}, {}))
     return found
 
@@ -1330,7 +1450,10 @@ def run(
     try:
         _run_all([item for item in runs if item.folder not in outcomes], jobs, resume, base, progress, outcomes)
     finally:
-        write_tables(base / output)
+        try:
+            write_tables(base / output)
+        except Exception as error:  # a table must not hide what the runs did
+            progress.say(f"runs.csv and metrics.csv are not written: {error}")
     return [outcomes[item.folder] for item in runs]
 
 # %% ../nbs/00_core/12_runner.ipynb #45e0d758
@@ -1339,8 +1462,10 @@ def is_finished(
 ) -> bool:
     """Whether a run's result is there, for the same parameters and the same code."""
     try:
-        status, results = read_json(run.folder / "status.json"), read_json(run.folder / "results.json")
+        status, results = read_json(run.folder / "status.json"), check_results(read_json(run.folder / "results.json"))
     except (OSError, RunnerError):
+        return False
+    if not isinstance(status, dict):
         return False
     asked = to_plain(status.get("asked")) == to_plain(run.parameters)
     return status.get("state") == "finished" and asked and results.get("digest") == run.digest
@@ -1383,7 +1508,7 @@ def record_result(
     folder = Path(run_folder) if run_folder else base / output / experiment / scale
     if not (folder / "results.json").is_file() or read_json(folder / "status.json")["state"] != "finished":
         raise RunnerError(f"there is no finished run of {experiment} at {scale} scale: `privfl run {experiment} --scale {scale}` first")
-    results, now = read_json(folder / "results.json"), experiment_digest(experiment, base)
+    results, now = check_results(read_json(folder / "results.json")), experiment_digest(experiment, base)
     if results["digest"] != now:
         raise RunnerError(f"the code of {experiment} has changed since this run (digest {results['digest']}, now {now}): run it again")
     if scale == "full":

@@ -600,7 +600,39 @@ def test_a_budget_refuses_what_has_no_promise(rule):
     (lambda: calibrate_noise_multiplier(0.0, DELTA, "add_remove", lambda noise: []), "epsilon"),
     (lambda: mask_delta_floor(1.5, 3), "masking_rate"),
     (lambda: mask_delta_floor(0.5, 0), "num_different"),
+    (lambda: Ledger("add_remove").record(0, None, ONE), "round must be an integer of at least 0, got None"),
+    (lambda: Ledger("add_remove").record(0, 0, ONE, count=inf), "count must be an integer of at least 1, got inf"),
+    (lambda: Ledger("add_remove").record(float("nan"), 0, ONE), "client must be an integer of at least 0, got nan"),
 ])
 def test_bad_input_says_what_is_allowed(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+@pytest.mark.parametrize("saved", [{}, None, {"entries": [[0, 0]]}, {"entries": [[0, 0, ["event", "NoSuchEvent", {}], 1]]}])
+def test_a_bad_saved_ledger_is_refused_and_changes_nothing(saved):
+    ledger = Ledger("add_remove")
+    ledger.record(0, 0, ONE)
+    before = ledger.state_dict()
+    with pytest.raises(ValueError, match="as state_dict"):
+        ledger.load_state_dict(saved)
+    assert ledger.state_dict() == before
+
+
+@pytest.mark.parametrize("rule", ["fixed", "gdp", "renyi"])
+def test_a_server_release_is_paid_by_every_client_whenever_first_seen(rule):
+    event = gaussian_event(4.5 if rule != "renyi" else 5.5, 1.0)  # fits once, not twice
+    later = Budget(1.0, DELTA, "add_remove", rule=rule)
+    later.spend(None, 0, event)
+    assert not later.admits(0, event)
+    with pytest.raises(BudgetExceeded, match="client 0, round 0"):
+        later.spend(0, 0, event)
+    earlier = Budget(1.0, DELTA, "add_remove", rule=rule)
+    earlier.spend(0, 0, event)
+    assert earlier.admits(1, event) and not earlier.admits(None, event)
+    with pytest.raises(BudgetExceeded, match="the server, for at least one client"):
+        earlier.spend(None, 0, event)
+    assert earlier.ledger.events(None) == [] and earlier.admits(1, event)  # a refusal changed nothing
+    earlier.spend(None, 1, gaussian_event(100.0, 1.0))
+    for budget in (later, earlier):
+        assert budget.ledger.account(DELTA).epsilon <= 1.0

@@ -25,6 +25,7 @@ from privfl.audit import (ScoreAudit, audit_mechanism, audit_metric_privacy, aud
 from privfl.mechanisms import add_gaussian_noise, gaussian_sigma, oneshot_laplace_top_k, planar_laplace
 
 ALLOWED = int(stats.binom.isf(1e-4, 200, 0.05))
+NAN = float("nan")
 identity = lambda outputs: outputs
 
 
@@ -490,6 +491,18 @@ def test_trap_21_the_chapters_say_that_this_is_research_noise():
     (lambda: audit_metric_privacy(planar(1.0), PLACES, PROBES[:0], 1.0), "outputs"),
     (lambda: audit_metric_privacy(planar(1.0), PLACES, PROBES, 1.0, distance=np.ones((12, 12))), "distances"),
     (lambda: probe_outputs(PLACES, [0.0]), "radii"),
+    (lambda: probe_outputs(PLACES, [1.0, NAN]), "radii"),
+    (lambda: probe_outputs(PLACES * NAN, [1.0]), "points must be finite"),
+    (lambda: audit_metric_privacy(lambda outputs, index: np.zeros(len(outputs)), PLACES * NAN, PROBES, 1.0), "points must be finite"),
+    (lambda: audit_scores([1.0, 2.0], [1.0, 0.0], threshold=NAN), "threshold"),
+    (lambda: audit_scores([1.0, 2.0], [1.0, 0.0], delta=None), "delta"),
+    *[(lambda hits=hits: clopper_pearson(hits, 5, 0.05), "hits <= trials") for hits in (6, -1, NAN, 1.5)],
+    (lambda: clopper_pearson(0, 0, 0.05), "trials >= 1"),
+    *[(lambda alpha=alpha: clopper_pearson(3, 5, alpha), "alpha must lie in") for alpha in (0, 1, -1, NAN)],
+    *[(lambda epsilon=epsilon: one_run_p_value(3, 4, 10, epsilon), "epsilon must lie in") for epsilon in (-1.0, NAN)],
+    *[(lambda delta=delta: one_run_p_value(3, 4, 10, 1.0, delta), "delta must lie in") for delta in (1.5, NAN)],
+    (lambda: one_run_p_value(1.5, 4, 10, 1.0), "whole numbers"),
+    (lambda: one_run_audit([1.0, 2.0], np.array([True, False]), 1.5), "num_guesses must be whole"),
     (lambda: plot_epsilons([], [], [], []), "each name"),
 ])
 def test_bad_input_says_what_is_allowed(call, words):

@@ -3,6 +3,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as some
 from privfl.claims import (OUTCOMES, RULES, Claim, ClaimError, Interval, check_tuning, claim_from_dict, claim_to_dict, forest_plot,
@@ -234,3 +235,30 @@ def test_trap_17_the_best_of_forty_looks_better_than_it_is():
     """4,000 repetitions: the standard error of the mean maximum is .0075; five of them."""
     runs = np.random.default_rng(2).normal(size=(4_000, 40))
     assert abs(runs.max(1).mean() - 2.16) < 0.04
+
+
+# --- input that looks usable ---------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("same", [1.0, np.float64(1), np.int64(1), np.array(1), torch.tensor(1), "1"])
+def test_trap_17_a_seed_is_the_same_seed_however_it_is_written(same):
+    with pytest.raises(ClaimError, match="tuned on 1"):
+        check_tuning([1], [same])
+    check_tuning([2, 1.5], [same])
+
+
+@pytest.mark.parametrize("target", [math.nan, math.inf, "x"])
+def test_a_target_is_a_finite_number(target):
+    with pytest.raises(ClaimError, match="target"):
+        Claim("c", "test", "", rule="value", target=target)
+
+
+def test_an_interval_that_is_none_never_decides():
+    for rule in RULES:
+        judged = claim(rule, 0.0 if rule.startswith("threshold") else 1.0, 2.0)
+        assert judge(judged, Interval(1.0, math.nan, 2.0, 3, "paired t")).outcome == INCONCLUSIVE
+        with pytest.raises(ClaimError, match="lower end first"):
+            judge(judged, Interval(2.0, 3.0, 1.0, 3, "paired t"))
+    with pytest.raises(ClaimError, match="whole numbers"):
+        share_interval(1.5, 2)
+    with pytest.raises(ClaimError, match="between 0 and 1"):
+        half_width_in_sd(3, 95)

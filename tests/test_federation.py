@@ -23,6 +23,7 @@ from privfl.federation import (
     contributors, load_checkpoint, mean_rule, promise_of, run, save_checkpoint,
 )
 from privfl.randomness import Streams
+from privfl.selection import initialise
 from privfl.update import Layout, UpdateError
 
 FOLDER = Path(__file__).parent
@@ -686,3 +687,32 @@ def test_dropout_is_refused_because_it_uses_the_global_generator():
         make(model)
     make(model, training=False)
     make(nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.0)))
+
+
+def test_a_checkpoint_knows_its_data_weights_functions_and_observers(tmp_path):
+    """Same sizes and the same seed are not the same run."""
+    inputs, path, factor = torch.randn(60, 4, generator=coin(5)), tmp_path / "run.pt", 2.0
+
+    def settings(shift=0.0, weights=0, loss=torch.nn.functional.cross_entropy, rate=0.1):
+        model = initialise(torch.nn.Linear(4, 2), coin(weights))
+        labels = (inputs[:, 0] > 0).long()
+        return Server(model, learning_rate=rate), [Client(n, model, inputs[n::3] + shift, labels[n::3], loss=loss) for n in range(3)]
+
+    run(*settings(), 2, 1, checkpoint=path)
+    scaled = lambda outputs, labels: factor * torch.nn.functional.cross_entropy(outputs, labels)  # noqa: E731
+    for changed in ({"shift": 1.0}, {"weights": 1}, {"loss": scaled}, {"rate": lambda round: 0.1}):
+        with pytest.raises(CheckpointError, match="belongs to another run"):
+            run(*settings(**changed), 3, 1, checkpoint=path)
+    with pytest.raises(CheckpointError, match="memories of 0 observers, this run has 1"):
+        run(*settings(), 3, 1, checkpoint=path, observers=[Recorder(lambda state: 0.0)])
+    before = federation._plain(scaled)
+    factor = 3.0
+    assert federation._plain(scaled) != before and federation._plain(scaled) == federation._plain(scaled)
+    assert run(*settings(), 3, 1, checkpoint=path).round == 3
+
+
+def test_a_failing_client_is_named():
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    lonely = Client(7, model, torch.ones(1, 4), torch.zeros(1, dtype=torch.long))
+    with pytest.raises(ValueError, match="client 7, round 0: training failed: Expected more than 1 value"):
+        run(Server(model), [lonely], 1, 0)

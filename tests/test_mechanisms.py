@@ -386,3 +386,13 @@ def test_trap_20_the_global_random_state_is_left_alone():
     oneshot_laplace_top_k(torch.ones(10), 3, 1.0, 1.0, STREAMS.torch("a"))
     add_gaussian_noise(torch.ones(10), 1.0, STREAMS.torch("a"))
     assert torch.equal(torch.get_rng_state(), before[0]) and np.array_equal(np.random.get_state()[1], before[1])
+
+
+@pytest.mark.parametrize("sigma", [None, "loud", [[1.0], [1.0, 2.0]]])
+def test_a_sigma_that_is_no_number_is_refused(sigma):
+    with pytest.raises(ValueError, match="sigma is"):
+        add_gaussian_noise(torch.ones(3), sigma, STREAMS.torch("a"))
+
+
+def test_delta_at_ratios_beyond_a_float():
+    assert gaussian_delta(1.0, 1e-200, 1e200) == 1.0 and gaussian_delta(1.0, 1e200, 1e-200) == 0.0

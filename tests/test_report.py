@@ -156,6 +156,37 @@ def test_damaged_results_are_shown_as_damaged(project):
     assert "cannot be shown" in (build_report(project).parent / "pages" / "selection-quick-masking_rate=0.2.html").read_text()
 
 
+def test_results_edited_by_hand_cost_their_own_run_only(project):
+    path, record = (project / "_reports" / "selection" / "quick-masking_rate=0.2" / "results.json"), project / "results" / "quick" / "charting.json"
+    good = read_json(path)
+
+    def verdict(**change):
+        return {"claims": [{**good["claims"][0], "verdict": {**good["claims"][0]["verdict"], **change}}]}
+
+    for change in ({"claims": None}, {"scale": "tiny"}, {"schema": "other"}, {"wall_s": "x"}, verdict(estimate="x"), verdict(outcome="true"),
+                   {"metrics": {"a": {"unit": "", "seeds": [0], "values": ["x"]}}}, {"figures": [{"name": "a", "caption": "", "file": "../../a.png"}]}):
+        write_json(path, {**good, **change})
+        states = {folder.name: status["state"] for folder, status, _ in runner.finished_runs(project / "_reports")}
+        assert states[path.parent.name] == "damaged" and states["quick"] != "damaged", change
+    write_json(path, {name: value for name, value in good.items() if name != "claims"})
+    write_json(record, {**read_json(record), **verdict(estimate="x")})
+    runner.write_tables(project / "_reports")
+    page = build_report(project).read_text()
+    assert "&#39;claims&#39; is missing" in page and "estimate of &#39;accuracy kept&#39;" in page and "0.15 [0.0258, 0.274] points" in page
+    with pytest.raises(RunnerError, match="results/quick/charting.json"):
+        ledger_markdown(project)
+
+
+def test_tables_that_cannot_be_written_do_not_hide_a_finished_run(project, monkeypatch, capsys):
+    def fail(*_):
+        raise ValueError("no table")
+
+    monkeypatch.setattr(runner, "write_tables", fail)
+    monkeypatch.setattr(runner, "is_finished", lambda _: True)
+    assert [item.state for item in runner.run(["selection"], resume=True, root=project)] == ["kept"]
+    assert "not written: no table" in capsys.readouterr().err
+
+
 def test_a_run_that_was_killed_with_its_runner_is_not_finished(project):
     write_json(project / "_reports" / "semcom" / "quick" / "status.json", {"state": "running", "reason": ""})
     assert "not finished" in build_report(project).read_text()

@@ -284,6 +284,39 @@ def test_a_failing_cell_stores_nothing(tmp_path):
     assert not record.has("key")
 
 
+def test_keys_of_cells_never_collide(tmp_path):
+    record = Record("one", {"scale": "smoke"}, tmp_path)
+    keys = ['["a", 1]', ("a", 1), "1", 1, "null", None, math.nan, "NaN"]
+    assert [record.cached(key, lambda number=number: number) for number, key in enumerate(keys)] == list(range(len(keys)))
+    for key in ({1: 2}, Path("x/a"), ("a", {1}), object()):
+        with pytest.raises(RunnerError, match="cannot be in the key"):
+            record.cached(key, lambda: 1)
+
+
+@pytest.mark.parametrize("content", ["[]", "null", "3", "{}", '{"key": 1}', '{"key": 1, "value": 2, "wall_s": "x"}'])
+def test_a_cell_that_is_json_but_no_cell_is_computed_again(tmp_path, content):
+    record = Record("one", {"scale": "smoke"}, tmp_path)
+    record.cached("key", lambda: 1)
+    next((tmp_path / "cells").iterdir()).write_text(content)
+    assert not record.has("key") and record.cached("key", lambda: 5) == 5 == record.cached("key", lambda: 6)
+
+
+def test_a_value_that_cannot_be_stored_is_returned_with_a_warning(tmp_path, caplog):
+    record = Record("one", {"scale": "smoke"}, tmp_path)
+    for value in (object(), 1j, np.array([object()]), {"a": [print]}):
+        assert record.cached("key", lambda value=value: value) is value and "is not stored" in caplog.text and not record.has("key")
+    assert record.cached("text", lambda: ["NaN", math.inf]) == ["NaN", math.inf] == record.cached("text", lambda: 1)
+
+
+def test_two_figures_never_share_a_file(tmp_path):
+    from matplotlib.figure import Figure
+    record = Record("one", {"scale": "smoke"}, tmp_path)
+    for _ in range(2):
+        record.figure(Figure(figsize=(1, 1)), "a b")  # the same figure again replaces itself
+    with pytest.raises(RunnerError, match="would overwrite"):
+        record.figure(Figure(figsize=(1, 1)), "a-b")
+
+
 def test_figures_fit_into_their_limit():
     from matplotlib.figure import Figure
     figure = Figure(figsize=(2, 2))
