@@ -24,7 +24,7 @@ from typing import Any
 
 from . import runner as runner_module
 from .claims import OUTCOMES, SCALES, format_interval, paired_interval
-from .runner import (Experiment, RunnerError, experiment_digest, find_root, finished_runs, git_commit, list_experiments,
+from .runner import (Experiment, RunnerError, check_results, experiment_digest, find_root, finished_runs, git_commit, list_experiments,
                            read_json, read_notebook, write_bytes)
 
 # %% ../nbs/00_core/13_report.ipynb #350e2c56
@@ -56,12 +56,19 @@ class Entry:
 # %% ../nbs/00_core/13_report.ipynb #c638207b
 def records_of(
     root: Path,  # project folder
+    damaged: list | None = None,  # takes (path, reason) of files that cannot be used; None = they raise RunnerError
 ) -> list[Entry]:
     """Results of record, by experiment and scale."""
     entries = []
     for path in sorted(root.glob("results/*/*.json")):
         if path.parent.name in SCALES:
-            results = read_json(path)
+            try:
+                results = check_results(read_json(path))
+            except (RunnerError, OSError) as error:
+                if damaged is None:
+                    raise RunnerError(f"results/{path.parent.name}/{path.name}: {error}") from error
+                damaged.append((path, str(error)))
+                continue
             if results.get("experiment") != path.stem or results.get("scale") != path.parent.name:
                 raise RunnerError(f"results/{path.parent.name}/{path.name} holds a result of {results.get('experiment')!r} at scale "
                                   f"{results.get('scale')!r}: file names and contents must agree")
@@ -94,13 +101,15 @@ def gather(
 ) -> list[Section]:
     """Fresh runs, results of record where there is none, and failures, for each experiment; those with results first."""
     base = find_root(root)
-    runs, records, sections = finished_runs(base / output), records_of(base), []
+    damaged: list[tuple[Path, str]] = []
+    runs, records, sections = finished_runs(base / output), records_of(base, damaged), []
     for experiment in list_experiments(base):
         own = [(folder, status, results) for folder, status, results in runs if folder.parent.name == experiment.name]
         fresh = [Entry(experiment.name, folder.name, True, results, stale_mark(results, base), folder) for folder, _, results in own if results]
         scales = {entry.scale for entry in fresh if entry.in_ledger}
         kept = [entry for entry in records if entry.experiment == experiment.name and entry.scale not in scales]
         failed = [(folder.name, _state(status), status.get("reason", ""), folder) for folder, status, results in own if not results]
+        failed += [(f"{path.parent.name} of record", "damaged", reason, path.parent) for path, reason in damaged if path.stem == experiment.name]
         sections.append(Section(experiment, tuple(fresh + kept), tuple(failed)))
     return sorted(sections, key=lambda section: (not section.entries, not section.failures, not section.experiment.exists))
 
@@ -495,7 +504,8 @@ def pictures(
 ) -> list[dict[str, str]]:  # name, caption, source (a data address)
     """Figures of a result: a run's own files, or the outputs stored in the experiment notebook."""
     if entry.fresh:
-        files = [(item, entry.folder / item["file"]) for item in entry.results["figures"]]
+        files = [(item, (entry.folder / item["file"]).resolve()) for item in entry.results["figures"]]
+        files = [(item, path) for item, path in files if path.is_relative_to(entry.folder.resolve())]  # never a file from elsewhere
         return [{"name": item["name"], "caption": item["caption"], "source": _data_address(path.read_bytes())} for item, path in files if path.is_file()]
     notebook = root / "nbs" / "experiments" / f"{entry.experiment}.ipynb"
     found = _stored_pictures(notebook) if entry.scale == "quick" and notebook.is_file() else []
