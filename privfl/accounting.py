@@ -26,7 +26,7 @@ from dp_accounting.pld import privacy_loss_distribution as loss_distribution
 from dp_accounting.rdp import RdpAccountant, compute_epsilon
 from dp_accounting.rdp.rdp_privacy_accountant import DEFAULT_RDP_ORDERS
 from scipy.special import ndtri_exp
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from .mechanisms import gaussian_sigma
 

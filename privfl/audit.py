@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import betaincinv, ndtri
 from scipy.stats import binom
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 # %% ../nbs/00_core/05_audit.ipynb #4dece51f
 def _number(name: str, value, allowed: str, test: Callable[[float], bool]) -> float:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, vmap
 from torch.nn import functional as F
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from .closed_forms import april_closed_form, april_completion, patches_from_position_gradient, rank1_inputs
 from .update import Layout
