@@ -29,7 +29,7 @@ help: ## show this list
 	@echo "Variables (now):"
 	@echo "  PYTHON=$(PYTHON)  a Python 3.11, 3.12 or 3.13; empty: the first that works is taken"
 	@echo "  TORCH=$(TORCH)  'cpu' installs torch without CUDA (2 GB instead of 8 GB of disk)"
-	@echo "  SCALE=$(SCALE)  smoke (seconds), quick (the default), full (overnight), paper (a GPU)"
+	@echo "  SCALE=$(SCALE)  smoke (seconds, mechanics only), quick (the default) or full (overnight)"
 	@echo "  JOBS=$(JOBS)  experiments that run at the same time"
 	@echo "  ARGS=$(ARGS)  more for 'privfl run', for example ARGS=--resume to go on after a stop"
 
@@ -38,9 +38,16 @@ install: $(STAMP) ## make .venv and install the pinned packages; quick when noth
 # Finds a Python (3.11 to 3.13) by running it, because a name on the PATH may be an empty shim.
 $(STAMP): settings.ini setup.py constraints.txt
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" TORCH="$(TORCH)" bash .ci/set_up.sh
-	@echo "Installing the pinned packages into $(VENV): a few minutes the first time."
-	@"$(BIN)/python" -m pip install --disable-pip-version-check --use-pep517 -c constraints.txt \
-		$(if $(filter cpu,$(TORCH)),--extra-index-url $(CPU_INDEX)) -e '.[dev]' || { \
+	@echo "Installing the pinned packages into $(VENV): 3 to 15 minutes the first time. pip is silent while it unpacks torch."
+ifeq ($(TORCH),cpu)
+	@"$(BIN)/python" -m pip install --disable-pip-version-check --no-deps --retries 1 --timeout 15 -c constraints.txt \
+		--index-url $(CPU_INDEX) torch torchvision || { \
+		echo; \
+		echo "torch for CPUs could not be installed from $(CPU_INDEX); pip's own message is above."; \
+		echo "If that address cannot be reached from here, run the same command without TORCH=cpu (8 GB of disk)."; \
+		exit 1; }
+endif
+	@"$(BIN)/python" -m pip install --disable-pip-version-check --use-pep517 -c constraints.txt -e '.[dev]' || { \
 		echo; \
 		echo "The installation did not finish; pip's own message is above. Most often it is the network or a full disk:"; \
 		echo "check both and run the same command again, it goes on where it stopped."; \
@@ -58,7 +65,7 @@ test-full: $(STAMP) ## the tests of `make test` and the heavy ones
 	@$(ONE_THREAD) "$(BIN)/python" -m pytest --full -n 2 --dist worksteal tests
 
 lab: $(STAMP) ## open the notebooks in JupyterLab
-	@"$(BIN)/jupyter" lab nbs $(if $(filter 0,$(shell id -u)),--allow-root)
+	@"$(BIN)/jupyter" lab nbs --LabApp.news_url=None $(if $(filter 0,$(shell id -u)),--allow-root)
 
 export: $(STAMP) ## write privfl/ anew from the notebooks, and clean the notebooks
 	@"$(BIN)/nbdev_export" --path nbs

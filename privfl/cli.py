@@ -120,13 +120,14 @@ def _list(
     """Print the experiments."""
     listed, total = runner.list_experiments(arguments.root), 0.0
     width = max((len(item.name) for item in listed), default=4)
-    print(f"{'experiment':{max(width, 10)}}  {'quick budget':>12}  {'of record':<34} title")
+    print(f"{'experiment':{max(width, 10)}}  {'quick budget':>12}  {'scales':<19} {'of record':<20} title")
     for item in listed:
         budget = "-" if item.quick_cpu_seconds is None else f"{item.quick_cpu_seconds:,.0f} CPU-s"
         records = [f"{scale}{'' if state == 'fresh' else ' (' + state + ')'}" for scale in SCALES
                    if (state := runner.record_state(item.name, scale, arguments.root)) != "none"]
         kept = ", ".join(records) or ("none yet" if item.exists else "not yet: no notebook")
-        print(f"{item.name:{max(width, 10)}}  {budget:>12}  {kept:<34} {item.title}")
+        scales = ", ".join(runner.scales_of(item)) if item.exists else "-"
+        print(f"{item.name:{max(width, 10)}}  {budget:>12}  {scales:<19} {kept:<20} {item.title}")
         total += (item.quick_cpu_seconds or 0) * item.exists
     print(f"\nquick budget of those that exist: {total:,.0f} CPU-seconds, {total / 120:.0f} minutes on two cores")
     return 0

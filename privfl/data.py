@@ -127,6 +127,7 @@ def read_npz(
     remedy: str = REMEDY,  # last sentence of the error
 ) -> dict[str, np.ndarray]:
     "Read and check the arrays of an .npz file, without pickles; a `DataError` names the file, the fault and the remedy."
+    path = Path(path)
     try:
         with np.load(path, allow_pickle=False) as stored:
             missing = [name for name in schema if name not in stored.files]
@@ -573,5 +574,7 @@ def label_counts(
     num_classes: int | None = None,  # C; None = greatest label + 1
 ) -> Tensor:  # (K, C) int64
     "How many examples of each class each client holds."
-    num_classes = int(labels.max()) + 1 if num_classes is None else num_classes
+    if labels.dim() != 1 or labels.is_floating_point() or labels.dtype == torch.bool or len(labels) == 0 or labels.min() < 0:
+        raise ValueError(f"labels are {labels.dtype} of shape {tuple(labels.shape)}; give integer classes >= 0 of shape (N,), N >= 1")
+    num_classes = int(labels.max()) + 1 if num_classes is None else _whole("num_classes", num_classes, int(labels.max()) + 1)
     return torch.stack([torch.bincount(labels[part], minlength=num_classes) for part in partition])

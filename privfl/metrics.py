@@ -21,6 +21,8 @@ def _checked_pair(image: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
             raise ValueError(f"{name} is a {type(value).__name__}; give a torch tensor (torch.from_numpy)")
         if value.ndim != 4:
             raise ValueError(f"{name} has shape {tuple(value.shape)}; give (N, C, H, W), one image as x[None]")
+        if value.shape[1:].numel() == 0:
+            raise ValueError(f"{name} has shape {tuple(value.shape)}, so its images have no pixel; a score would be NaN: give (N, C, H, W) with C, H, W >= 1")
         if not value.is_floating_point():
             raise ValueError(f"{name} holds {value.dtype}; give floats, for example x.float() / 255 with data_range=1.0")
         if not torch.isfinite(value).all():

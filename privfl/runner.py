@@ -8,9 +8,9 @@ __all__ = ['logger', 'EXPERIMENTS', 'MACHINERY', 'SCHEMA', 'FIGURE_BYTES', 'TIME
            'write_json', 'read_json', 'canonical_code', 'imported_modules', 'notebook_code', 'code_digest',
            'experiment_digest', 'to_float', 'pack_tensors', 'unpack_tensors', 'NotStorable', 'provenance', 'git_commit',
            'png_of', 'Record', 'Parameter', 'read_parameters', 'read_notebook', 'convert', 'suggest', 'split_values',
-           'grid', 'Run', 'run_key', 'plan', 'execute_run', 'kill_tree', 'describe_failure', 'Outcome', 'Progress',
-           'RunProgress', 'check_results', 'finished_runs', 'write_tables', 'run', 'is_finished', 'record_result',
-           'keep_outputs', 'record_state']
+           'grid', 'Run', 'run_key', 'scales_of', 'plan', 'execute_run', 'kill_tree', 'describe_failure', 'Outcome',
+           'Progress', 'RunProgress', 'check_results', 'finished_runs', 'write_tables', 'run', 'is_finished',
+           'record_result', 'keep_outputs', 'record_state']
 
 # %% ../nbs/00_core/12_runner.ipynb #f5fbc02e
 import ast
@@ -768,6 +768,7 @@ class Parameter:
     optional: bool  # None is allowed
     default: Any  # evaluated where it is a literal, else its source
     help: str = ""  # the comment behind it
+    choices: tuple[str, ...] = ()  # the only values, where the comment begins with "one of a, b, c"
 
 
 _TYPES = {"str": str, "int": int, "float": float, "bool": bool, "list": list, "dict": dict, "tuple": list}
@@ -801,7 +802,9 @@ def _parameter(
     optional = default is None or "None" in stated or stated.startswith(("Optional[", "typing.Optional["))
     names = [part for part in re.split(r"[^a-z]+", stated) if part in _TYPES]
     kind = names[0] if names else type(default).__name__ if type(default).__name__ in _TYPES else "any"
-    return Parameter(name, {"tuple": "list"}.get(kind, kind), optional, default, comment)
+    listed = re.match(r"one of ([\w ,-]+)", comment)
+    choices = tuple(re.split(r", | or ", listed[1].strip())) if listed else ()
+    return Parameter(name, {"tuple": "list"}.get(kind, kind), optional, default, comment, choices)
 
 # %% ../nbs/00_core/12_runner.ipynb #42571b07
 def read_parameters(
@@ -857,6 +860,8 @@ def convert(
         if parameter.optional:
             return None
     elif kind in ("any", "str"):
+        if parameter.choices and text not in parameter.choices:
+            raise RunnerError(f"{parameter.name} is {value!r}; {suggest(str(value), parameter.choices)}")
         return _literal(text) if kind == "any" else str(value)
     else:
         literal = _literal(text)
@@ -947,6 +952,21 @@ def run_key(
 
 TIME_LIMITS_S = {"smoke": 900.0, "quick": 7_200.0, "full": 43_200.0, "paper": None}  # for a whole run, on busy cores
 
+# %% ../nbs/00_core/12_runner.ipynb #7f022b4d
+def scales_of(
+    experiment: Experiment,  # whose notebook is there
+) -> tuple[str, ...]:
+    """The scales that the notebook's parameters cell lists behind `scale` ("one of smoke, quick"); all where it lists none."""
+    return read_parameters(experiment.notebook)["scale"].choices or SCALES
+
+
+def _offers(
+    experiment: Experiment,  # whose notebook is there
+    scale: str,  # of SCALES
+) -> bool:
+    """Whether the experiment has this scale."""
+    return scale in scales_of(experiment)
+
 # %% ../nbs/00_core/12_runner.ipynb #d267d646
 def plan(
     names: Sequence[str] | None = None,  # experiments; None or empty = all that exist
@@ -962,12 +982,16 @@ def plan(
     base, listed = find_root(root), {item.name: item for item in list_experiments(root)}
     if scale not in SCALES:
         raise RunnerError(f"scale is {scale!r}; {suggest(scale, SCALES)}")
-    chosen = list(dict.fromkeys(names or [name for name, item in listed.items() if item.exists]))
+    chosen = list(dict.fromkeys(names or [name for name, item in listed.items() if item.exists and _offers(item, scale)]))
+    if not (names or chosen) and any(item.exists for item in listed.values()):
+        raise RunnerError(f"no experiment offers the scale {scale!r} yet; use a smaller one of {', '.join(SCALES)}")
     for name in chosen:
         if name not in listed:
             raise RunnerError(f"there is no experiment {name!r}; {suggest(name, listed)}")
         if not listed[name].exists:
             raise RunnerError(f"experiment {name!r} is not there yet (nbs/experiments/{name}.ipynb); `privfl list` shows those that are")
+        if not _offers(listed[name], scale):
+            raise RunnerError(f"experiment {name!r} has no scale {scale!r}; it offers {', '.join(scales_of(listed[name]))}")
     given = {**(parameters or {}), **({} if seeds is None else {"seeds": seeds})}
     if "scale" in given:
         raise RunnerError("give the scale as --scale (scale=...), not as a parameter")

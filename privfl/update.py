@@ -9,6 +9,7 @@ __all__ = ['UpdateError', 'Layout', 'check_update', 'clip_by_norm', 'buffers_of'
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite, prod, sqrt
+from numbers import Real
 
 import torch
 from torch import Tensor, nn
@@ -194,8 +195,8 @@ def clip_by_norm(
     check_update(update, client=client, round=round)
     info = torch.finfo(update.dtype)
     smallest = sqrt(max(update.numel(), 1)) * info.tiny  # below it the entries lose their bits
-    if not smallest <= clip_norm < inf:
-        raise UpdateError(f"{_where(client, round)}clip_norm is {clip_norm}; allowed is a finite number of at "
+    if not isinstance(clip_norm, (Real, Tensor)) or not smallest <= clip_norm < inf:
+        raise UpdateError(f"{_where(client, round)}clip_norm is {clip_norm!r}; allowed is a finite number of at "
                           f"least {smallest:.1e} (for {update.numel()} entries of {update.dtype})")
     norm = _norm(update)
     if norm <= clip_norm:

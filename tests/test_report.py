@@ -107,9 +107,9 @@ def test_the_strongest_attacker_stands_beside_the_papers(project):
 
 def test_trap_17_the_report_says_what_was_tuned_on_what(project):
     page = build_report(project).read_text()
-    assert "learning rate: plain = 0.1 of 0.01, 0.1, chosen on 100, 101, which are not reported" in page
+    assert "<td>learning rate</td><td>0.01, 0.1</td><td>plain = 0.1</td><td>100, 101</td>" in page and "are not reported" in page
     result(project, "selection", "quick", tuned=False)
-    assert "nothing was tuned in this experiment" in build_report(project).read_text()
+    assert "Nothing was tuned in this experiment" in build_report(project).read_text()
 
 
 def test_trap_18_skipped_cells_are_counted_and_shown(project):
@@ -281,3 +281,9 @@ def test_style_follows_the_system_without_a_script():
     page = report.render("report_page.html", title="t", back="b", body="")
     assert "prefers-color-scheme: dark" in page and ":root:not([data-theme])" in page and 'name="viewport"' in page
     assert json.loads(json.dumps(page)) == page
+
+
+def test_a_smoke_run_is_marked_as_meaning_nothing(project):
+    assert "A smoke run shows the mechanics only" not in build_report(project).read_text()
+    result(project, "selection", "smoke")
+    assert "A smoke run shows the mechanics only" in build_report(project).read_text()

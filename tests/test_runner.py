@@ -22,7 +22,7 @@ from privfl import runner
 from privfl.claims import Claim, ClaimError
 from privfl.runner import (Parameter, Record, RunnerError, Run, canonical_code, code_digest, convert, execute_run, experiment_digest, find_root,
                            from_plain, grid, imported_modules, is_finished, keep_outputs, list_experiments, plan, png_of, read_json,
-                           read_parameters, record_result, record_state, run, run_key, split_values, to_plain, write_json)
+                           read_parameters, record_result, record_state, run, run_key, scales_of, split_values, to_plain, write_json)
 from tiny_experiments import PARAMETERS, write_experiment, write_study
 
 ROOT = Path(__file__).parent.parent
@@ -135,6 +135,17 @@ def test_trap_01_unknown_names_are_refused_with_a_suggestion(tmp_path):
         with pytest.raises(RunnerError, match=message):
             call()
     assert not (tmp_path / "_reports").exists()  # nothing had started
+
+
+def test_a_value_outside_the_listed_ones_is_refused_before_anything_starts(tmp_path):
+    path = write_experiment(tmp_path, "one", parameters=PARAMETERS.replace("# smoke, quick, full or paper", "# one of smoke, quick or full; size"))
+    assert read_parameters(path)["scale"].choices == ("smoke", "quick", "full") == scales_of(list_experiments(tmp_path)[-1])
+    for call, message in ((lambda: plan(["one"], scale="paper", root=tmp_path), "'one' has no scale 'paper'; it offers smoke, quick, full"),
+                          (lambda: plan(scale="paper", root=tmp_path), "no experiment offers the scale 'paper' yet"),
+                          (lambda: convert("quik", Parameter("word", "str", False, "quick", "", ("smoke", "quick"))), "did you mean 'quick'")):
+        with pytest.raises(RunnerError, match=message):
+            call()
+    assert [run.parameters["scale"] for run in plan(scale="full", root=tmp_path)] == ["full"] and not (tmp_path / "_reports").exists()
 
 
 @pytest.mark.parametrize(("kind", "optional", "given_value", "wanted"), [

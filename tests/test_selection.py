@@ -202,9 +202,16 @@ def test_added_variance_limits_and_bad_counts():
     assert added_variance(0.0, 7) == 0 and added_variance(0.5, 1) == 0
     assert abs(added_variance(1 - 1e-9, 4) - 0.75) < 1e-6
     assert added_variance(0.5, 2000) < 1e-3  # many clients: no overflow
-    for call in (expected_coverage, added_variance):
-        with pytest.raises(ValueError, match="num_clients is 0"):
-            call(0.5, 0)
+    for call, count in itertools.product((expected_coverage, added_variance), (0, -1, 1.5, float("nan"), True, "2", None)):
+        with pytest.raises(ValueError, match=f"num_clients is {count!r}; give a whole number"):
+            call(0.5, count)
+
+
+@pytest.mark.parametrize(("size", "generator", "words"), [(1.5, "seeded", "size is 1.5"), (-1, "seeded", "size is -1"), (True, "seeded", "size is True"),
+                                                          (3, None, "generator is None")])
+def test_a_mask_needs_a_whole_size_and_a_generator(size, generator, words):
+    with pytest.raises(ValueError, match=words):
+        random_mask(size, 0.5, coin() if generator == "seeded" else generator)
 
 
 def test_size_weights_are_biased_towards_equal_weights():

@@ -274,7 +274,7 @@ def test_clipping_is_a_projection():
         assert distance <= min(2.0, (u - v).norm() + 1e-12)
 
 
-@pytest.mark.parametrize("clip_norm", [0.0, -1.0, float("nan"), float("inf"), 1e-40])
+@pytest.mark.parametrize("clip_norm", [0.0, -1.0, float("nan"), float("inf"), 1e-40, None, "1"])
 def test_clip_norm_must_be_a_usable_number(clip_norm):
     with pytest.raises(UpdateError, match="clip_norm is .* at least"):
         clip_by_norm(torch.ones(3), clip_norm)

@@ -8,6 +8,7 @@ __all__ = ['random_mask', 'aggregate_selected', 'expected_coverage', 'added_vari
 # %% ../../nbs/40_selection/41_selection.ipynb #e50daded
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import numpy as np
 import torch
@@ -25,8 +26,10 @@ def random_mask(
 ) -> Tensor:  # bool (size,), True = shared
     "One independent coin per entry: shared with probability 1 - R."
     rate = _check_rate(masking_rate)
-    if size < 0:
-        raise ValueError(f"size is {size}; a mask has at least 0 entries")
+    if isinstance(size, bool) or not isinstance(size, Integral) or size < 0:
+        raise ValueError(f"size is {size!r}; a mask has a whole number of entries, at least 0")
+    if not isinstance(generator, torch.Generator):
+        raise ValueError(f"generator is {generator!r}; give a torch.Generator, such as Streams(seed).torch('mask'): masks must be repeatable")
     return torch.rand(size, generator=generator, device=generator.device, dtype=torch.float64) >= rate
 
 
@@ -100,10 +103,10 @@ def expected_coverage(
 
 
 def _check_count(num_clients: int) -> int:
-    "The number itself, if it is at least 1."
-    if num_clients < 1:
-        raise ValueError(f"num_clients is {num_clients}; at least 1 client must take part")
-    return num_clients
+    "The number itself, if it is a whole number of at least 1."
+    if isinstance(num_clients, bool) or not isinstance(num_clients, Integral) or num_clients < 1:
+        raise ValueError(f"num_clients is {num_clients!r}; give a whole number, at least 1 client must take part")
+    return int(num_clients)
 
 # %% ../../nbs/40_selection/41_selection.ipynb #d0ca9ac7
 def added_variance(
