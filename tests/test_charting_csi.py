@@ -1,5 +1,7 @@
 """Channels: data sets, loaders, features and dissimilarities."""
+import contextlib
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -81,6 +83,33 @@ def test_own_files(tmp_path, real):
     assert np.array_equal(loaded.csi, STREETS.csi) and len(load_csi_file(tmp_path / "own.npz", 10)) == 10
 
 
+def test_own_files_in_hdf5(monkeypatch, tmp_path):
+    """h5py where it is installed, else a stand-in with its interface: names to arrays, opened for reading."""
+    try:
+        import h5py
+    except ImportError:
+        h5py = types.SimpleNamespace(File=lambda path, mode="r": contextlib.closing(StoredArrays(path)))
+        monkeypatch.setitem(sys.modules, "h5py", h5py)
+        with open(tmp_path / "own.h5", "wb") as file:
+            np.savez(file, csi=STREETS.csi, pos=np.c_[STREETS.positions, np.ones(120)], time=STREETS.times[:, None])
+    else:
+        with h5py.File(tmp_path / "own.h5", "w") as file:
+            file.update({"csi": STREETS.csi, "pos": np.c_[STREETS.positions, np.ones(120)], "time": STREETS.times[:, None]})
+    loaded = load_csi_file(tmp_path / "own.h5")
+    assert np.array_equal(loaded.csi, STREETS.csi) and np.array_equal(loaded.positions, STREETS.positions)
+    assert np.array_equal(loaded.times, STREETS.times) and loaded.source.startswith("own.h5")
+
+
+class StoredArrays(dict):
+    """The arrays of a file by name."""
+
+    def __init__(self, path):
+        super().__init__(np.load(path))
+
+    def close(self):
+        self.clear()
+
+
 def test_broken_own_files(tmp_path):
     with pytest.raises(DataNotFound, match="none.npz"):
         load_csi_file(tmp_path / "none.npz")
@@ -107,7 +136,6 @@ def test_missing_extras_say_what_to_install(monkeypatch, tmp_path):
 
 def test_tracing_calls_the_solver(monkeypatch):
     """Without Sionna RT: the calls are recorded by a stand-in, and what comes back is stacked by user."""
-    import types
 
     class Scene:
         def __init__(self):

@@ -33,3 +33,17 @@ def test_the_report_shows_the_run(smoke):
     for item in results["claims"]:
         assert item["claim"]["name"].split(",")[0] in page
     assert all(figure["caption"][:24] in page for figure in results["figures"])
+
+
+def test_the_charting_run_compares_in_every_matching(smoke):
+    """What does not depend on the scale: five matchings, a promise that one arm breaks, finite levels of the sound mechanisms."""
+    _, results = smoke
+    if results["experiment"] != "charting":
+        return
+    gaps = {row["matching"].split(" (")[0]: row for row in results["tables"]["gaps"]["rows"]}
+    assert list(gaps) == ["equal nominal epsilon", "equal noise energy", "equal determinant", "equal smallest variance", "equal error of the strongest attacker"]
+    assert gaps["equal nominal epsilon"]["TW gap"] > 0.1 > 0 > gaps["equal nominal epsilon"]["attacker_m gap"]  # more structure, and less privacy
+    for row in results["tables"]["audit"]["rows"]:
+        assert row["planar Laplace: excess, nats"] <= 0 < row["MNPL, equal nominal epsilon: excess, nats"]
+    levels = {row["mechanism"]: row["exact Euclidean level"] for row in results["tables"]["equal attacker error"]["rows"]}
+    assert len(levels) == 7 and [name for name, level in levels.items() if level == "Infinity"] == ["MNPL"]

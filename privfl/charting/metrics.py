@@ -203,7 +203,7 @@ def trustworthiness_continuity(
     first, second = _SquaredDistances(original[order]), _SquaredDistances(embedded[order])
     plans = bucket_plan(size, first.largest), bucket_plan(size, second.largest)
     if block_rows is None:
-        block_rows = 8 if first.direct and second.direct else int(np.clip(2**20 // size, 8, 512))
+        block_rows = 8 if first.direct and second.direct else int(np.clip(2**20 // size, 8, 64))
     totals = np.zeros(2, np.int64)
     for start in range(0, size, block_rows):
         stop = min(start + block_rows, size)
