@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['ThreatModel', 'upload_function', 'cosine_distance', 'total_variation', 'step_decay', 'descend', 'CosineInversion',
-           'infer_label', 'april_closed_form', 'april_completion', 'patches_from_position_gradient', 'rank1_inputs']
+           'infer_label', 'infer_labels', 'april_closed_form', 'april_completion', 'patches_from_position_gradient',
+           'rank1_inputs']
 
 # %% ../nbs/00_core/09_inversion.ipynb #e82129b7
 from collections.abc import Callable, Sequence
@@ -32,6 +33,11 @@ class ThreatModel:
     known: tuple[str, ...]  # what the attacker has besides
     may_ask: tuple[str, ...] = ()  # what the attacker may make others do; empty = passive
 
+    def __post_init__(self):
+        for title in ("observed", "known", "may_ask"):
+            if isinstance(getattr(self, title), str):
+                raise ValueError(f"{title} is the text {getattr(self, title)!r}; give a tuple of texts, one for each item")
+
     def __str__(self) -> str:
         lines = [f"Threat model: {self.name}"]
         for title, items in (("observes", self.observed), ("knows", self.known), ("may ask", self.may_ask)):
@@ -50,15 +56,17 @@ def upload_function(
 ) -> Callable[[Tensor, Tensor], Tensor]:  # (images (N, C, H, W), labels (N,)) -> (d,), differentiable in the images
     "What an honest client uploads, as a differentiable function of its batch."
     _check_local(local_steps, local_learning_rate, local_batch_size)
-    model, layout = deepcopy(model).eval(), Layout.of(model)
+    model, layout = deepcopy(_checked_model(model)).eval(), Layout.of(model)
     frozen = {name: value.detach() for name, value in [*model.named_parameters(), *model.named_buffers()]}
     start = {name: frozen.pop(name).requires_grad_(not functional) for name in layout.names}
     differentiate = grad if functional else _autograd
 
     def upload(images: Tensor, labels: Tensor) -> Tensor:
+        labels = _checked_labels(images, labels, loss, values=not functional)
+
         def slope(parameters, part):
             def batch_loss(parameters):
-                return loss(functional_call(model, {**frozen, **parameters}, (images[part],)), labels[part])
+                return _batch_loss(loss, functional_call(model, {**frozen, **parameters}, (images[part],)), labels[part])
             return differentiate(batch_loss)(parameters)
 
         if local_steps is None:
@@ -90,6 +98,28 @@ def _cyclic(step: int, size: int | None, count: int) -> list[int] | slice:
         return slice(None)
     return [(step * size + offset) % count for offset in range(size)]
 
+# %% ../nbs/00_core/09_inversion.ipynb #ced67385
+def _whole(name: str, value: int, lowest: int = 1) -> int:
+    "A whole number that is not below `lowest`; infinity, NaN, fractions, booleans and text are refused."
+    try:
+        exact = not isinstance(value, bool) and int(value) == value
+    except (TypeError, ValueError, OverflowError):
+        exact = False
+    if not exact or value < lowest:
+        raise ValueError(f"{name} is {value!r}; give a whole number >= {lowest}")
+    return int(value)
+
+
+def _positive(name: str, value: float, zero: bool = False) -> float:
+    "A finite number above zero, or from zero on."
+    try:
+        fine = not isinstance(value, bool) and (0 < value < float("inf") or (zero and value == 0))
+    except TypeError:
+        fine = False
+    if not fine:
+        raise ValueError(f"{name} is {value!r}; give a finite number {'>=' if zero else '>'} 0")
+    return float(value)
+
 
 def _check_local(local_steps: int | None, local_learning_rate: float | None, local_batch_size: int | None) -> None:
     "Refuses local steps without a step size, and the reverse."
@@ -98,12 +128,40 @@ def _check_local(local_steps: int | None, local_learning_rate: float | None, loc
             raise ValueError("local_learning_rate and local_batch_size need local_steps; "
                              "leave all three at None for a shared gradient (FedSGD)")
         return
-    if int(local_steps) != local_steps or local_steps < 1:
-        raise ValueError(f"local_steps is {local_steps}; give a whole number >= 1, or None for a shared gradient")
-    if local_learning_rate is None or not 0 < local_learning_rate < float("inf"):
-        raise ValueError(f"local_learning_rate is {local_learning_rate}; {local_steps} local steps need a finite step size > 0")
-    if local_batch_size is not None and local_batch_size < 1:
-        raise ValueError(f"local_batch_size is {local_batch_size}; give at least 1, or None for the whole batch")
+    _whole("local_steps (None for a shared gradient)", local_steps)
+    _positive(f"local_learning_rate of {local_steps} local steps", local_learning_rate)
+    if local_batch_size is not None:
+        _whole("local_batch_size (None for the whole batch)", local_batch_size)
+
+# %% ../nbs/00_core/09_inversion.ipynb #6f41124e
+def _checked_model(model: nn.Module) -> nn.Module:
+    "The model, if it is one and has something to train."
+    if not isinstance(model, nn.Module) or not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(f"model is {type(model).__name__} without a trainable parameter; give the torch module that the client trains")
+    return model
+
+
+def _checked_labels(images: Tensor, labels: Tensor, loss: Callable, values: bool) -> Tensor:
+    "The labels of a batch; refuses empty batches, another number of labels and, for cross-entropy, what is no class index."
+    if images.ndim < 2 or images.numel() == 0 or not images.is_floating_point():
+        raise ValueError(f"images are {images.dtype} {tuple(images.shape)}; give floats (N, C, H, W), N >= 1")
+    if labels.ndim == 0 or len(labels) != len(images):
+        raise ValueError(f"labels are {tuple(labels.shape)} for {len(images)} images; give one for each")
+    if loss is not F.cross_entropy:
+        return labels
+    if labels.ndim != 1 or labels.dtype == torch.bool or labels.is_floating_point() or labels.is_complex():
+        raise ValueError(f"labels are {labels.dtype} {tuple(labels.shape)}; give class indices, int64 (N,)")
+    if values and int(labels.min()) < 0:
+        raise ValueError(f"labels run from {int(labels.min())}; a class index is >= 0")
+    return labels.long()
+
+
+def _batch_loss(loss: Callable, outputs: Tensor, labels: Tensor) -> Tensor:
+    "The loss of a batch; a label beyond the last class is refused in our words."
+    try:
+        return loss(outputs, labels)
+    except IndexError as error:
+        raise ValueError(f"labels run to {int(labels.max())} and the model has {outputs.shape[1]} classes; give 0 .. {outputs.shape[1] - 1}") from error
 
 # %% ../nbs/00_core/09_inversion.ipynb #4aa665e0
 def cosine_distance(
@@ -112,6 +170,9 @@ def cosine_distance(
     mask: Tensor | None = None,  # (d,) bool or 0/1: compare only there; None: everywhere
 ) -> Tensor:  # scalar in [0, 2]; 1 where either vector is zero
     "One minus the cosine of the angle between two uploads; finite, with a finite derivative, at zero vectors too."
+    shapes = [tuple(value.shape) for value in (candidate, target, mask) if value is not None]
+    if candidate.ndim != 1 or len(set(shapes)) != 1:
+        raise ValueError(f"candidate, target and mask are {shapes}; give vectors of one length (d,)")
     if mask is not None:
         candidate, target = candidate * mask, torch.where(mask.bool(), target, torch.zeros_like(target))
     length = torch.linalg.vector_norm(target.detach())
@@ -123,10 +184,12 @@ def cosine_distance(
 def total_variation(
     images: Tensor,  # (..., H, W)
 ) -> Tensor:  # scalar, in the unit of the pixels
-    "Mean absolute difference between vertical neighbours plus the same between horizontal ones."
+    "Mean absolute difference between vertical neighbours plus the same between horizontal ones; a side of one pixel has no neighbours and adds 0."
+    if images.ndim < 2 or images.numel() == 0:
+        raise ValueError(f"images are {tuple(images.shape)}; give (..., H, W) with at least one pixel and one channel")
     down = images[..., 1:, :] - images[..., :-1, :]
     right = images[..., :, 1:] - images[..., :, :-1]
-    return down.abs().mean() + right.abs().mean()
+    return sum(part.abs().mean() if part.numel() else images.sum() * 0 for part in (down, right))
 
 # %% ../nbs/00_core/09_inversion.ipynb #8241d4cc
 def step_decay(
@@ -134,6 +197,8 @@ def step_decay(
     steps: int,  # length of the run
 ) -> float:  # 1, 0.1, 0.01 or 0.001
     "Factor on the learning rate: a tenth of itself at 3/8, 5/8 and 7/8 of the run."
+    if not 0 <= step < _whole("steps", steps):
+        raise ValueError(f"step is {step} of {steps}; give 0 <= step < steps")
     return 0.1 ** sum(8 * step >= eighths * steps for eighths in (3, 5, 7))
 
 # %% ../nbs/00_core/09_inversion.ipynb #1564debd
@@ -150,7 +215,7 @@ class _Search:
         better = objective < self.objective
         self.objective = torch.where(better, objective, self.objective)
         self.matching = torch.where(better, matching, self.matching)
-        self.best = torch.where(better.view(-1, 1, 1, 1, 1), candidate, self.best)
+        self.best = torch.where(better.view(-1, *[1] * (candidate.ndim - 1)), candidate, self.best)
         self.history.append(matching)
 
 # %% ../nbs/00_core/09_inversion.ipynb #7b2f227d
@@ -164,6 +229,9 @@ def descend(
     progress: tqdm | None = None,  # advanced by one per step
 ) -> _Search:
     "Signed Adam with step decay and box projection; keeps the best iterate of each search."
+    if start.ndim < 2 or start.numel() == 0 or not torch.isfinite(start).all() or not bounds[0] < bounds[1]:
+        raise ValueError(f"start is {tuple(start.shape)}, bounds {bounds}; give finite (T, ...) with T >= 1, and a box with low < high")
+    steps, learning_rate = _whole("steps", steps), _positive("learning_rate", learning_rate)
     candidate = start.clone()
     optimiser = torch.optim.Adam([candidate], lr=learning_rate)
     unknown = torch.full((len(start),), float("inf"), dtype=start.dtype, device=start.device)
@@ -186,12 +254,12 @@ class _CosineSettings:
 
     def __init__(
         self,
-        model: nn.Module,  # the global model; copied, in eval mode; takes images in [0, 1]
+        model: nn.Module | Sequence[nn.Module],  # the global model, or those of T rounds; copied, in eval mode; images in [0, 1]
         input_shape: Sequence[int],  # (C, H, W) of one image
         steps: int,  # iterations of each search, >= 1
         total_variation: float,  # weight of the total variation, in units of the pixel spread, >= 0
         restarts: int = 1,  # searches per batch; the lowest cosine distance wins
-        mask_aware: bool = False,  # True: compare shared coordinates only; needs the mask
+        mask_aware: bool | str = False,  # True: compare shared coordinates only, by the given mask; "zeros": by a guess
         learning_rate: float = 0.1,  # of signed Adam, in units of the pixel spread
         signed: bool = True,  # use the sign of the slope only
         pixel_scale: float = 0.25,  # spread of natural pixels, the unit of the search
@@ -202,15 +270,17 @@ class _CosineSettings:
         chunk_size: int = 32,  # searches held in memory together
         vectorise: bool | None = None,  # None: `vmap` from 3 searches on, a plain loop below
     ):
-        _check_settings(input_shape, steps, total_variation, restarts, learning_rate, pixel_scale, chunk_size)
+        self.input_shape, self.mask_aware, self.signed = _image_shape(input_shape), _attacker(mask_aware), bool(signed)
+        self.steps, self.restarts, self.chunk_size = _whole("steps", steps), _whole("restarts", restarts), _whole("chunk_size", chunk_size)
+        self.total_variation = _positive("total_variation, typically 1e-3 to 1e-1,", total_variation, zero=True)
+        self.learning_rate, self.pixel_scale = _positive("learning_rate", learning_rate), _positive("pixel_scale", pixel_scale)
+        models = list(model) if isinstance(model, (list, tuple)) and len(model) else [model]
         local = (local_steps, local_learning_rate, local_batch_size, loss)
-        self.upload, self.upload_functional = upload_function(model, *local), upload_function(model, *local, functional=True)
-        self.model, first = deepcopy(model).eval(), next(p for p in model.parameters() if p.requires_grad)
-        self.dtype, self.device, self.size = first.dtype, first.device, Layout.of(model).size
-        self.input_shape, self.steps, self.restarts = tuple(input_shape), int(steps), int(restarts)
-        self.total_variation, self.mask_aware, self.local_steps = float(total_variation), bool(mask_aware), local_steps
-        self.learning_rate, self.signed, self.pixel_scale = float(learning_rate), bool(signed), float(pixel_scale)
-        self.chunk_size, self.vectorise = int(chunk_size), vectorise
+        self.upload = _over_rounds([upload_function(one, *local) for one in models])
+        self.upload_functional = _over_rounds([upload_function(one, *local, functional=True) for one in models])
+        self.model, self.rounds, self.size = deepcopy(models[0]).eval(), len(models), _common_size(models)
+        first = next(parameter for parameter in self.model.parameters() if parameter.requires_grad)
+        self.dtype, self.device, self.local_steps, self.vectorise = first.dtype, first.device, local_steps, vectorise
         self.num_classes = _count_classes(self) if loss is F.cross_entropy else None
 
 # %% ../nbs/00_core/09_inversion.ipynb #533c5f67
@@ -219,20 +289,23 @@ class CosineInversion(_CosineSettings):
 
     def __call__(
         self,
-        shared: Tensor,  # (d,) the upload; entries with mask False are ignored when mask-aware
+        shared: Tensor,  # (d,) the upload, or (T, d) for T models; entries with mask False are ignored when mask-aware
         labels: Tensor,  # (N,) the labels of the batch, known or inferred
         generator: torch.Generator,  # draws the starting images; same generator, same start
-        mask: Tensor | None = None,  # (d,) bool, True = shared; needed when mask-aware, else not looked at
+        mask: Tensor | None = None,  # bool of the shape of `shared`, True = shared; needed when mask-aware, else not used
     ) -> Tensor:  # (N, C, H, W) in [0, 1]
         "Attack one upload; leaves `matching_`, `matchings_` and `history_` behind."
+        for name, value in (("shared", shared), ("labels", labels), *([] if mask is None else [("mask", mask)])):
+            if not isinstance(value, Tensor):
+                raise ValueError(f"{name} is a {type(value).__name__}; give a torch tensor")
         return self.many(shared[None], labels[None], generator, None if mask is None else mask[None])[0]
 
     def many(
         self,
-        shared: Tensor,  # (B, d) one upload per row
+        shared: Tensor,  # (B, d) one upload per row, or (B, T, d) for T models
         labels: Tensor,  # (B, N)
         generator: torch.Generator | Sequence[torch.Generator],  # one for all rows in order, or one per row
-        mask: Tensor | None = None,  # (B, d) bool, True = shared
+        mask: Tensor | None = None,  # bool of the shape of `shared`, True = shared
         total_variation: Tensor | None = None,  # (B,) weights that replace the one given at the start
     ) -> Tensor:  # (B, N, C, H, W) in [0, 1]
         "Attack B uploads side by side; the result of a row does not depend on the other rows or on `chunk_size`."
@@ -247,13 +320,29 @@ class CosineInversion(_CosineSettings):
 def _threat_model(attack: CosineInversion) -> ThreatModel:
     "The attacker's table, from its settings."
     kind = "a gradient" if attack.local_steps is None else f"a change of weights after {attack.local_steps} local steps"
-    mask = ("the mask of shared coordinates",) if attack.mask_aware else ()
-    known = ("the global model and the loss", "the labels and the number of images", "pixels lie in [0, 1]",
-             "neighbouring pixels resemble each other")
+    uploads = "one upload" if attack.rounds == 1 else f"{attack.rounds} uploads of the same batch"
+    mask = {True: ("the mask of shared coordinates",), False: (), "zeros": ()}[attack.mask_aware]
+    known = ("the global model and the loss" if attack.rounds == 1 else "the global model of each round and the loss",
+             "the labels and the number of images", "pixels lie in [0, 1]", "neighbouring pixels resemble each other")
     if attack.local_steps is not None:
         known = (*known, "the client's step size and batch size")
-    name = "cosine inversion, mask-aware" if attack.mask_aware else "cosine inversion, naive (a masked zero is a zero)"
-    return ThreatModel(name, (f"one upload: {kind}, {attack.size} numbers", *mask), known)
+    name = {True: "mask-aware", False: "naive (a masked zero is a zero)", "zeros": "mask guessed (a zero is a masked entry)"}[attack.mask_aware]
+    return ThreatModel(f"cosine inversion, {name}", (f"{uploads}: {kind}, {attack.size} numbers", *mask), known)
+
+# %% ../nbs/00_core/09_inversion.ipynb #07aeda83
+def _over_rounds(uploads: Sequence[Callable]) -> Callable:
+    "One upload function as it is; several as one whose result is (T, d)."
+    if len(uploads) == 1:
+        return uploads[0]
+    return lambda images, labels: torch.stack([upload(images, labels) for upload in uploads])
+
+
+def _common_size(models: Sequence[nn.Module]) -> int:
+    "The number of trainable parameters, the same for every model."
+    sizes = [Layout.of(model).size for model in models]
+    if len(set(sizes)) != 1:
+        raise ValueError(f"the models have {sizes} trainable parameters; give one model, or one of the same kind for each round")
+    return sizes[0]
 
 
 def _count_classes(attack) -> int:
@@ -264,49 +353,61 @@ def _count_classes(attack) -> int:
     except (RuntimeError, IndexError) as error:
         raise ValueError(f"the model cannot classify an image of input_shape {attack.input_shape}: {error}") from error
 
+# %% ../nbs/00_core/09_inversion.ipynb #0733ecb1
+def _image_shape(input_shape: Sequence[int]) -> tuple[int, ...]:
+    "(C, H, W), three whole numbers."
+    shape = tuple(input_shape) if isinstance(input_shape, Sequence) else (input_shape,)
+    if len(shape) != 3:
+        raise ValueError(f"input_shape is {shape}; give (C, H, W) of one image, for example (3, 32, 32)")
+    return tuple(_whole("each side of input_shape", side) for side in shape)
 
-def _check_settings(input_shape, steps, total_variation, restarts, learning_rate, pixel_scale, chunk_size) -> None:
-    "Refuses settings that cannot work, one message for each."
-    if len(tuple(input_shape)) != 3 or any(int(side) != side or side < 1 for side in input_shape):
-        raise ValueError(f"input_shape is {tuple(input_shape)}; give (C, H, W) of one image, for example (3, 32, 32)")
-    for name, value in (("steps", steps), ("restarts", restarts), ("chunk_size", chunk_size)):
-        if int(value) != value or value < 1:
-            raise ValueError(f"{name} is {value}; give a whole number >= 1")
-    if not 0 <= total_variation < float("inf"):
-        raise ValueError(f"total_variation is {total_variation}; give a finite weight >= 0, typically 1e-3 to 1e-1")
-    for name, value in (("learning_rate", learning_rate), ("pixel_scale", pixel_scale)):
-        if not 0 < value < float("inf"):
-            raise ValueError(f"{name} is {value}; give a finite number > 0")
+
+def _attacker(mask_aware: bool | str) -> bool | str:
+    "One of the three attackers."
+    if not (isinstance(mask_aware, bool) or mask_aware == "zeros"):
+        raise ValueError(f'mask_aware is {mask_aware!r}; give False, True or "zeros"')
+    return mask_aware
 
 # %% ../nbs/00_core/09_inversion.ipynb #ff2b58ce
 def _checked_uploads(attack: CosineInversion, shared: Tensor, labels: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    "The uploads in the model's dtype, masked entries replaced by zero, and the mask where it is used."
-    if shared.ndim != 2 or shared.shape[1] != attack.size:
-        raise ValueError(f"shared is {tuple(shared.shape)}; the model has {attack.size} trainable parameters: "
-                         f"give ({attack.size},), or (B, {attack.size}) to `many`")
-    if labels.ndim != 2 or len(labels) != len(shared) or labels.shape[1] == 0:
-        raise ValueError(f"labels are {tuple(labels.shape)} for {len(shared)} uploads; give (N,), or (B, N) to `many`, N >= 1")
-    if attack.num_classes and not (0 <= int(labels.min()) and int(labels.max()) < attack.num_classes):
-        raise ValueError(f"labels run from {int(labels.min())} to {int(labels.max())}; the model has {attack.num_classes} classes")
-    if attack.mask_aware:
-        if mask is None:
-            raise ValueError("a mask-aware attack needs mask=, bool, True = shared; masks are never guessed from zeros")
-        if mask.dtype != torch.bool or mask.shape != shared.shape:
-            raise ValueError(f"mask is {mask.dtype} {tuple(mask.shape)}; give bool {tuple(shared.shape)}, True = shared")
-        mask = mask.to(attack.device)
-    shared = shared.detach().to(attack.device, attack.dtype)
-    used = shared if not attack.mask_aware else torch.where(mask, shared, torch.zeros_like(shared))
+    "The uploads (B, T, d) in the model's dtype, unused entries replaced by zero, and the mask where it is used."
+    one = (attack.size,) if attack.rounds == 1 else (attack.rounds, attack.size)
+    if shared.shape[1:] != one or len(shared) == 0 or not shared.is_floating_point():
+        raise ValueError(f"shared is {shared.dtype} {tuple(shared.shape)}; {attack.rounds} model(s) of {attack.size} trainable parameters: "
+                         f"give floats {one}, or (B, {', '.join(map(str, one))}) to `many`, B >= 1")
+    _check_classes(attack, labels, len(shared))
+    if attack.mask_aware is True and mask is None:
+        raise ValueError('a mask-aware attack needs mask=, bool, True = shared; it is never guessed from zeros unless you ask for mask_aware="zeros"')
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != shared.shape):
+        raise ValueError(f"mask is {mask.dtype} {tuple(mask.shape)}; give bool {tuple(shared.shape)}, True = shared")
+    mask = {True: mask, False: None, "zeros": shared != 0}[attack.mask_aware]
+    used = (shared if mask is None else torch.where(mask, shared, 0.0)).detach().to(attack.device, attack.dtype)
     if not torch.isfinite(used).all():
         rows = [row for row, values in enumerate(used) if not torch.isfinite(values).all()]
         raise ValueError(f"shared holds NaN or infinity in rows {rows[:5]}; drop those uploads")
-    return used, mask if attack.mask_aware else None
+    shape = (len(used), attack.rounds, attack.size)
+    return used.view(shape), None if mask is None else mask.to(attack.device).view(shape)
 
+# %% ../nbs/00_core/09_inversion.ipynb #b92633ef
+def _check_classes(attack: CosineInversion, labels: Tensor, rows: int) -> None:
+    "Refuses labels of another shape, and class indices that the model does not have."
+    if labels.ndim < 2 or len(labels) != rows or labels.shape[1] == 0:
+        raise ValueError(f"labels are {tuple(labels.shape)} for {rows} uploads; give (N,), or (B, N) to `many`, N >= 1")
+    if attack.num_classes is None:
+        return
+    if labels.ndim != 2 or labels.dtype == torch.bool or labels.is_floating_point() or labels.is_complex():
+        raise ValueError(f"labels are {labels.dtype} {tuple(labels.shape)}; give class indices, int64 (N,), or (B, N) to `many`")
+    if not (0 <= int(labels.min()) and int(labels.max()) < attack.num_classes):
+        raise ValueError(f"labels run from {int(labels.min())} to {int(labels.max())}; the model has {attack.num_classes} classes")
 
+# %% ../nbs/00_core/09_inversion.ipynb #fc76774a
 def _starts(attack: CosineInversion, generator, rows: int, images: int) -> Tensor:
     "Standard normal starting images (B * restarts, N, C, H, W), row by row."
-    generators = [generator] * rows if isinstance(generator, torch.Generator) else list(generator)
-    if len(generators) != rows:
-        raise ValueError(f"{len(generators)} generators for {rows} uploads; give one for all, or one per upload")
+    generators = list(generator) if isinstance(generator, (list, tuple)) else [generator] * rows
+    if len(generators) != rows or not all(isinstance(one, torch.Generator) for one in generators):
+        kinds = sorted({type(one).__name__ for one in generators})
+        raise ValueError(f"generator is {len(generators)} generators ({', '.join(kinds)}) for {rows} uploads; "
+                         "give one torch.Generator().manual_seed(...) for all, or a list of one per upload")
     shape = (attack.restarts, images, *attack.input_shape)
     drawn = [torch.randn(shape, generator=one, device=one.device, dtype=attack.dtype) for one in generators]
     return torch.cat(drawn).to(attack.device)
@@ -318,7 +419,9 @@ def _evaluator(attack: CosineInversion, shared: Tensor, labels: Tensor, mask: Te
     upload = attack.upload_functional if together else attack.upload
 
     def objective(candidate, shared, labels, mask, weight):
-        matching = cosine_distance(upload(0.5 + attack.pixel_scale * candidate, labels), shared, mask)
+        guesses = upload(0.5 + attack.pixel_scale * candidate, labels).view(attack.rounds, -1)
+        masks = [None] * attack.rounds if mask is None else mask
+        matching = sum(cosine_distance(*one) for one in zip(guesses, shared, masks)) / attack.rounds
         return matching + weight * total_variation(candidate), matching
 
     if together:
@@ -367,16 +470,50 @@ def _attack(attack: CosineInversion, shared, labels, generator, mask, weights) -
 def infer_label(
     weight_gradient: Tensor,  # (classes, features), gradient of the last layer's weight for ONE image
     bias_gradient: Tensor | None = None,  # (classes,), gradient of its bias, better where there is one
+    weight_mask: Tensor | None = None,  # (classes, features) bool, True = shared; None: all
+    bias_mask: Tensor | None = None,  # (classes,) bool, True = shared; None: all
 ) -> int:  # the label
     "The label of a single image from the last layer's gradient under cross-entropy: the negative bias, or else the longest row."
     if weight_gradient.ndim != 2 or (bias_gradient is not None and bias_gradient.shape != weight_gradient.shape[:1]):
         raise ValueError(f"weight_gradient is {tuple(weight_gradient.shape)}; give (classes, features) of the last layer, "
                          "and bias_gradient (classes,) or None")
-    evidence = -torch.linalg.vector_norm(weight_gradient, dim=1) if bias_gradient is None else bias_gradient
-    if not torch.isfinite(evidence).all():
-        raise ValueError("the gradient holds NaN or infinity; a label cannot be read from it")
-    if bias_gradient is None and len(evidence) < 3:
+    weight, seen = _seen("weight", weight_gradient, weight_mask)
+    bias, bias_seen = (None, None) if bias_gradient is None else _seen("bias", bias_gradient, bias_mask)
+    if bias is not None and (bias < 0).any():
+        return int(bias.argmin())
+    if bias is not None and bias_seen.all():
+        raise ValueError("no entry is negative, so no label can be read: its coordinate is masked (give the masks), or there was more than one image")
+    if len(weight) < 3:
         raise ValueError("with two classes both rows of the weight gradient are equally long; give bias_gradient")
-    if not (evidence < 0).any():
-        raise ValueError("no entry is negative, so no label can be read: its coordinate is masked, or there was more than one image")
-    return int(evidence.argmin())
+    length = (weight.square().sum(1) / seen.sum(1).clamp_min(1)).sqrt()
+    if not (length > 0).any():
+        raise ValueError("the gradient shows nothing but zeros; a label cannot be read from it")
+    return int(length.argmax())
+
+
+def _seen(name: str, gradient: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    "The shared entries, zeros elsewhere, and the mask."
+    mask = torch.ones_like(gradient, dtype=torch.bool) if mask is None else mask
+    if mask.dtype != torch.bool or mask.shape != gradient.shape:
+        raise ValueError(f"{name}_mask is {mask.dtype} {tuple(mask.shape)}; give bool {tuple(gradient.shape)}, True = shared")
+    shared = torch.where(mask, gradient, 0.0)
+    if not torch.isfinite(shared).all():
+        raise ValueError("the gradient holds NaN or infinity; a label cannot be read from it")
+    return shared, mask
+
+# %% ../nbs/00_core/09_inversion.ipynb #cf7d0af1
+def infer_labels(
+    bias_gradient: Tensor,  # (classes,), gradient of the last layer's bias, mean over the batch
+    num_images: int,  # N, the size of the batch
+    probabilities: Tensor | None = None,  # (classes,) mean softmax of the model on public images; None: the same for every class
+) -> Tensor:  # (N,) int64, sorted; the order within a batch leaves no trace
+    "The labels of a batch from the last bias gradient under cross-entropy; exact only where `probabilities` are those of the batch."
+    num_images, classes = _whole("num_images", num_images), len(bias_gradient)
+    probabilities = torch.full_like(bias_gradient, 1 / classes) if probabilities is None else probabilities
+    if bias_gradient.ndim != 1 or probabilities.shape != bias_gradient.shape or not torch.isfinite(bias_gradient + probabilities).all():
+        raise ValueError(f"bias_gradient is {tuple(bias_gradient.shape)} and probabilities {tuple(probabilities.shape)}; give finite (classes,) for both")
+    left, found = num_images * (probabilities - bias_gradient).double(), []
+    for _ in range(num_images):
+        found.append(int(left.argmax()))
+        left[found[-1]] -= 1
+    return torch.tensor(sorted(found))

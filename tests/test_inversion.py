@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from privfl.inversion import (CosineInversion, ThreatModel, cosine_distance, descend, infer_label, step_decay,
+from privfl.inversion import (CosineInversion, ThreatModel, cosine_distance, descend, infer_label, infer_labels, step_decay,
                               total_variation, upload_function)
-from privfl.metrics import pair_images, ssim
+from privfl.metrics import pair_images, psnr, ssim
 from privfl.update import Layout
 
 SHAPE = (3, 32, 32)
@@ -311,6 +311,37 @@ def test_a_clipped_upload_is_the_same_upload(fixed_case):
     torch.testing.assert_close(attack(shared[0], labels[:1], seeded()), attack(shared[0] / 1024, labels[:1], seeded()), atol=1e-9, rtol=0)
 
 
+def test_a_guessed_mask_is_the_mask_where_no_true_entry_is_zero(fixed_case):
+    model, _, labels, shared = fixed_case
+    mask = (torch.rand(shared[0].shape, generator=seeded()) >= 0.5) & (shared[0] != 0)
+    told = CosineInversion(model, SHAPE, 4, 1e-2, mask_aware=True)(shared[0] * mask, labels[:1], seeded(), mask)
+    guessed = CosineInversion(model, SHAPE, 4, 1e-2, mask_aware="zeros")
+    assert torch.equal(guessed(shared[0] * mask, labels[:1], seeded()), told)
+    assert "guessed" in str(guessed.threat_model) and "the mask of" not in str(guessed.threat_model)
+    assert torch.isfinite(guessed(torch.zeros_like(shared[0]), labels[:1], seeded())).all()
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        guessed(shared[0] * float("nan"), labels[:1], seeded())
+
+
+@pytest.mark.parametrize("vectorise", [False, True])
+def test_several_rounds_are_matched_by_the_mean_of_their_distances(vectorise):
+    models, images, labels = [Net(seed, dtype=torch.float64) for seed in range(3)], pictures(1).double(), torch.tensor([4])
+    shared = torch.stack([by_backward(model, images, labels) for model in models])
+    mask = torch.rand(shared.shape, generator=seeded()) >= 0.5
+    attack = CosineInversion(models, SHAPE, 3, 1e-2, mask_aware=True, vectorise=vectorise)
+    torch.testing.assert_close(attack.upload(images, labels).detach(), shared)
+    image = attack(shared, labels, seeded(), mask)
+    own = torch.stack([cosine_distance(*one) for one in zip(attack.upload(image, labels), shared, mask)]).mean()
+    assert float(own.detach()) == pytest.approx(float(attack.matching_))
+    assert "3 uploads of the same batch" in str(attack.threat_model)
+    once = CosineInversion(models[:1], SHAPE, 3, 1e-2, mask_aware=True, vectorise=vectorise)
+    alone = CosineInversion(models[0], SHAPE, 3, 1e-2, mask_aware=True, vectorise=vectorise)
+    assert torch.equal(once(shared[0], labels, seeded(), mask[0]), alone(shared[0], labels, seeded(), mask[0]))
+    for wrong in (shared[0], shared[:2], shared[None]):
+        with pytest.raises(ValueError, match="3 model"):
+            attack(wrong, labels, seeded(), torch.ones_like(wrong, dtype=torch.bool))
+
+
 def test_batches_come_back_in_some_order():
     model, images, labels = Net(), pictures(2, seed=9), torch.tensor([1, 6])
     shared = by_backward(model, images, labels)
@@ -339,6 +370,44 @@ def test_labels_are_read_from_the_last_layer():
         parts = layout.unflatten(by_backward(model, images[[label]], torch.tensor([label])))
         assert infer_label(parts["head.weight"], parts["head.bias"]) == label
         assert infer_label(parts["head.weight"]) == label
+
+
+def test_a_masked_label_is_read_from_the_rows_that_are_seen():
+    model, images = Net(dtype=torch.float64), pictures(10).double()
+    layout = Layout.of(model)
+    for label in range(10):
+        parts = layout.unflatten(by_backward(model, images[[label]], torch.tensor([label])))
+        weight_mask = torch.rand(parts["head.weight"].shape, generator=seeded(label)) >= 0.8
+        for bias_mask in (torch.arange(10) != label, torch.zeros(10, dtype=torch.bool), torch.ones(10, dtype=torch.bool)):
+            garbage = torch.where(weight_mask, parts["head.weight"], torch.full_like(parts["head.weight"], float("nan")))
+            assert infer_label(garbage, parts["head.bias"], weight_mask, bias_mask) == label
+        assert infer_label(garbage, None, weight_mask) == label
+
+
+def test_labels_of_a_batch_are_exact_where_the_mean_softmax_is_known():
+    model, images, labels = Net(dtype=torch.float64), pictures(8).double(), torch.tensor([3, 3, 0, 9, 1, 1, 1, 7])
+    gradient = Layout.of(model).unflatten(by_backward(model, images, labels))["head.bias"]
+    mean = model(images).softmax(1).mean(0).detach()
+    assert torch.equal(infer_labels(gradient, 8, mean), labels.sort().values)
+    assert torch.equal(infer_labels(gradient, 8, mean), infer_labels(gradient, 8, mean).sort().values)
+    pair = Layout.of(model).unflatten(by_backward(model, images[:2], labels[[0, 3]]))["head.bias"]
+    assert infer_labels(pair, 2).tolist() == [3, 9]
+
+
+@pytest.mark.parametrize("gradient, count, mean", [
+    (torch.zeros(4, 3), 2, None), (torch.zeros(4), 0, None), (torch.zeros(4), 1.5, None), (torch.zeros(4), 2, torch.zeros(3)),
+    (torch.full((4,), float("nan")), 2, None)])
+def test_labels_of_a_batch_that_cannot_be_read(gradient, count, mean):
+    with pytest.raises(ValueError, match="give"):
+        infer_labels(gradient, count, mean)
+
+
+def test_masks_of_the_head_are_checked():
+    for masks in ((torch.ones(4, 3), None), (torch.ones(3, 4, dtype=torch.bool), None), (None, torch.ones(3, dtype=torch.bool))):
+        with pytest.raises(ValueError, match="_mask is"):
+            infer_label(torch.ones(4, 3), torch.ones(4), *masks)
+    with pytest.raises(ValueError, match="nothing but zeros"):
+        infer_label(torch.zeros(4, 3))
 
 
 @pytest.mark.parametrize("weight, bias, message", [
@@ -372,6 +441,80 @@ def test_the_threat_model_names_the_mask_only_where_it_is_used():
 
 
 @pytest.mark.parametrize("change, message", [
+    *[({name: value}, name) for name in ("steps", "restarts", "chunk_size")
+      for value in (0, -1, 1.5, float("inf"), float("nan"), True, "3", None)],
+    *[({name: value}, name) for name in ("total_variation", "learning_rate", "pixel_scale")
+      for value in (-1.0, float("inf"), float("nan"), "0.1", None)],
+    *[(dict(local_steps=2, local_learning_rate=0.1, local_batch_size=value), "local_batch_size") for value in (1.5, float("inf"), True, -1)],
+    *[(dict(local_steps=value, local_learning_rate=0.1), "local_steps") for value in (1.5, float("inf"), float("nan"), True)],
+    (dict(local_steps=1, local_learning_rate=float("nan")), "local_learning_rate"),
+    *[(dict(input_shape=value), "input_shape") for value in ((3, 32, 0), (3, 32.5, 32), 3, (3, 32, float("inf")))],
+    *[(dict(mask_aware=value), "mask_aware") for value in ("guess", None, 1)],
+    (dict(model=nn.GELU()), "trainable"), (dict(model=[Net(), Net(width=8)]), "one of the same kind"), (dict(model=Net), "model"),
+])
+def test_settings_at_the_boundary(change, message):
+    with pytest.raises(ValueError, match=message):
+        CosineInversion(**{**dict(model=Net(), input_shape=SHAPE, steps=2, total_variation=0.0), **change})
+
+
+@pytest.mark.parametrize("local", [dict(), dict(local_steps=1, local_learning_rate=0.1)])
+@pytest.mark.parametrize("images, labels, message", [
+    (pictures(2), torch.tensor([0.0, 1.0]), "class indices"), (pictures(2), torch.tensor([True, False]), "class indices"),
+    (pictures(2), torch.tensor([0, -100]), "index is >= 0"), (pictures(2), torch.tensor([0, 10]), "10 classes"),
+    (pictures(2), torch.tensor([0]), "one for each"), (pictures(2), torch.tensor(0), "one for each"),
+    (pictures(2)[:0], torch.tensor([], dtype=torch.int64), "N >= 1"), (pictures(2)[:, :0], torch.tensor([0, 1]), "N >= 1"),
+    ((255 * pictures(2)).to(torch.uint8), torch.tensor([0, 1]), "floats"),
+])
+def test_batches_at_the_boundary(local, images, labels, message):
+    with pytest.raises(ValueError, match=message):
+        upload_function(Net(), **local)(images, labels)
+
+
+def test_another_loss_may_have_real_targets():
+    model, images, targets = Net(classes=1), pictures(2), torch.tensor([0.3, 0.7])
+    upload = upload_function(model, loss=lambda out, y: (out[:, 0] - y).square().mean())
+    assert torch.isfinite(upload(images, targets)).all()
+    attack = CosineInversion(model, SHAPE, 2, 0.0, loss=lambda out, y: (out[:, 0] - y).square().mean())
+    assert attack(upload(images, targets).detach(), targets, seeded()).shape == images.shape
+
+
+def test_total_variation_and_psnr_of_hardly_any_image():
+    assert float(total_variation(torch.ones(1, 3, 1, 1))) == 0
+    assert float(total_variation(torch.tensor([[0.0, 1.0, 3.0]]))) == pytest.approx(1.5)
+    assert float(total_variation(torch.tensor([[0.0], [1.0]]))) == 1
+    dot = torch.ones(1, 3, 1, 1, requires_grad=True)
+    total_variation(dot).backward()
+    assert torch.equal(dot.grad, torch.zeros_like(dot))
+    for empty in (torch.zeros(1, 0, 4, 4), torch.zeros(0, 3, 4, 4), torch.zeros(1, 3, 0, 4), torch.tensor(1.0)):
+        with pytest.raises(ValueError, match="at least one pixel"):
+            total_variation(empty)
+    assert float(psnr(torch.ones(1, 3, 1, 1), torch.zeros(1, 3, 1, 1))) == pytest.approx(0.0)
+    for empty in (torch.zeros(1, 0, 4, 4), torch.zeros(1, 3, 0, 4)):
+        with pytest.raises(ValueError, match="no pixel"):
+            psnr(empty, empty)
+
+
+def test_yardstick_and_search_at_the_boundary():
+    for arguments in ((torch.ones(3), torch.ones(4)), (torch.ones(3), torch.ones(3), torch.ones(1, dtype=torch.bool)),
+                      (torch.ones(1, 3), torch.ones(1, 3)), (torch.tensor(1.0), torch.tensor(1.0))):
+        with pytest.raises(ValueError, match="one length"):
+            cosine_distance(*arguments)
+    start = torch.zeros(1, 2)
+    for change, message in ((dict(steps=0), "steps"), (dict(steps=float("inf")), "steps"), (dict(bounds=(1.0, -1.0)), "bounds"),
+                            (dict(start=start[:0]), "start"), (dict(start=start * float("nan")), "start"), (dict(learning_rate=0), "learning_rate")):
+        with pytest.raises(ValueError, match=message):
+            descend(**{**dict(evaluate=lambda c: (c, c.sum(1), c.sum(1)), start=start, steps=1), **change})
+    for step, steps in ((0, 0), (3, 3), (-1, 3)):
+        with pytest.raises(ValueError):
+            step_decay(step, steps)
+
+
+def test_a_threat_model_takes_tuples():
+    with pytest.raises(ValueError, match="known is the text"):
+        ThreatModel("curious server", observed=("the upload",), known="the model")
+
+
+@pytest.mark.parametrize("change, message", [
     (dict(input_shape=(32, 32)), "input_shape"), (dict(steps=0), "steps"), (dict(restarts=0), "restarts"),
     (dict(steps=2.5), "steps"), (dict(total_variation=-1.0), "total_variation"),
     (dict(total_variation=float("nan")), "total_variation"), (dict(learning_rate=0.0), "learning_rate"),
@@ -397,10 +540,23 @@ def test_bad_uploads_are_refused(fixed_case):
         ((shared[0], torch.tensor([10]), seeded(), mask), "labels"),
         ((shared[0], torch.tensor([-1]), seeded(), mask), "labels"),
         ((shared[0], label[:0], seeded(), mask), "labels"),
+        ((shared[0], label.float(), seeded(), mask), "class indices"),
+        ((shared[0], label > 0, seeded(), mask), "class indices"),
+        ((shared[0].long(), label, seeded(), mask), "floats"),
+        ((shared[0], label, None, mask), "generator"),
+        ((shared[0], label, 5, mask), "generator"),
+        ((shared[0], label, [None], mask), "generator"),
+        ((shared[0].tolist(), label, seeded(), mask), "tensor"),
+        ((shared[0], 3, seeded(), mask), "tensor"),
+        ((shared[0], label, seeded(), mask.tolist()), "tensor"),
     ]:
         with pytest.raises(ValueError, match=message):
             attack(*arguments)
     with pytest.raises(ValueError, match="generators"):
         attack.many(shared, labels[:, None], [seeded()], mask.expand(2, -1))
+    with pytest.raises(ValueError, match="B >= 1"):
+        attack.many(shared[:0], labels[:0, None], seeded(), mask.expand(0, -1))
+    with pytest.raises(ValueError, match="mask is"):  # the naive attacker does not use a mask, but a wrong one is a mistake
+        CosineInversion(model, SHAPE, 1, 0.0)(shared[0], label, seeded(), mask[1:])
     with pytest.raises(ValueError, match="total_variation"):
         attack.many(shared, labels[:, None], seeded(), mask.expand(2, -1), torch.tensor([0.1]))

@@ -14,18 +14,13 @@ from privfl.selection.masks import (
     random_mask,
     selected_mean,
 )
-from .models import ConvNet, LeNetGELU, Normalise, initialise
+from .models import ConvNet, LeNetGELU, Normalise, ResNet34, ViT, initialise, vit_small
+from .repairs import CommonSelection, RowSelection, patches_over_rounds, random_row_mask, secure_mean, secure_sum, secure_sum_event
+from .transformers import FixedPosition, Recovered, april_attack, position_patch_attack, row_space_attack
 
 # %% ../../nbs/40_selection/40_overview.ipynb #e090f29f
 __all__ = [
-    "ConvNet",
-    "LeNetGELU",
-    "Normalise",
-    "RandomSelection",
-    "added_variance",
-    "aggregate_selected",
-    "expected_coverage",
-    "initialise",
-    "random_mask",
-    "selected_mean",
+    "CommonSelection", "ConvNet", "FixedPosition", "LeNetGELU", "Normalise", "RandomSelection", "Recovered", "ResNet34", "RowSelection", "ViT",
+    "added_variance", "aggregate_selected", "april_attack", "expected_coverage", "initialise", "patches_over_rounds", "position_patch_attack",
+    "random_mask", "random_row_mask", "row_space_attack", "secure_mean", "secure_sum", "secure_sum_event", "selected_mean", "vit_small",
 ]

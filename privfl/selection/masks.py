@@ -143,10 +143,14 @@ class RandomSelection:
         "Heuristic, with the reason."
         return Promise("heuristic", _NO_GUARANTEE)
 
+    def draw(self, size: int, context: Context, generator: torch.Generator) -> Tensor:
+        "The mask of one upload, bool (size,)."
+        return random_mask(size, self.masking_rate, generator)
+
     def __call__(self, tensors: dict[str, Tensor], context: Context, generator: torch.Generator) -> dict[str, Tensor]:
         "The tensors with `update` zeroed where hidden, and a bool `mask`; a mask that is there already is refined."
         update = tensors["update"]
-        mask = random_mask(update.numel(), self.masking_rate, generator).to(update.device)
+        mask = self.draw(update.numel(), context, generator).to(update.device)
         if "mask" in tensors:
             mask = mask & tensors["mask"]
         return {**tensors, "update": torch.where(mask, update, torch.zeros_like(update)), "mask": mask}
