@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from privfl import inversion
-from privfl.closed_forms import (april_closed_form, april_completion, complete_low_rank, condition_number, cut_patches,
-                                 equations_per_unknown, join_patches, least_squares, patches_by_completion,
-                                 patches_from_position_gradient, patches_from_row_space, patches_from_tokens,
-                                 rank1_inputs, union_over_rounds)
+from privfl.closed_forms import (PATCH_ATTEMPTS, april_closed_form, april_completion, complete_low_rank,
+                                 complete_with_retries, condition_number, cut_patches, equations_per_unknown,
+                                 join_patches, least_squares, patches_by_completion, patches_from_position_gradient,
+                                 patches_from_row_space, patches_from_tokens, rank1_inputs, union_over_rounds)
 
 SIDE, WIDTH = 8, 96
 
@@ -261,6 +261,81 @@ def test_completion_contracts():
                       (matrix, torch.zeros(4, 5, dtype=torch.bool), 1), (matrix[0], torch.ones(5, dtype=torch.bool), 1)):
         with pytest.raises(ValueError):
             complete_low_rank(*arguments)
+
+
+@pytest.fixture(scope="module")
+def uploads():
+    """Twenty float32 uploads of a standard ViT of width 192: position and patch gradients, and the patches."""
+    model, found = transformer(bare=False, width=192).float(), []
+    coarse = F.interpolate(torch.randn(20, 3, 8, 8, generator=seeded(3)), size=32, mode="bilinear")
+    for image in coarse + 0.3 * torch.randn(20, 3, 32, 32, generator=seeded(4)):
+        slopes = gradients(model, image[None], torch.tensor([3]))
+        found.append((slopes["pos_embed"][0, 1:], slopes["patch_embed.proj.weight"].flatten(1), cut_patches(image.double(), SIDE)))
+    return found
+
+
+@pytest.mark.parametrize("masking_rate, needed", [(0.5, 20), (0.8, 15)])
+def test_completion_is_reliable_over_twenty_masks_and_says_when_it_failed(uploads, masking_rate, needed):
+    """Fixed images and masks, float32 uploads, first attempt only; success is a relative error of the patches below .01."""
+    right, told = [], []
+    for number, (position, patch, patches) in enumerate(uploads):
+        generator = seeded(number)
+        masks = [torch.rand(value.shape, generator=generator) >= masking_rate for value in (position, patch)]
+        found, done = patches_by_completion(position, patch, *masks, attempts=PATCH_ATTEMPTS[:1])
+        right.append(relative(found, patches) < 0.01)
+        told.append(done.success)
+    assert sum(right) >= needed and sum(a != b for a, b in zip(right, told)) <= 1
+
+
+def test_retries_stop_at_success_and_else_keep_the_best(standard):
+    position, patch, _ = standard
+    joint = torch.cat([position.T, patch], 1)
+    seen = torch.rand(joint.shape, generator=seeded(1)) >= 0.3
+    good, poor = (0.5, 0.0, 10), (0.0, 1.0, 1)
+    first = complete_with_retries(joint, seen, len(position), attempts=[good, poor])
+    alone = complete_low_rank(joint, seen, len(position), 10, row_power=0.5, column_power=0.0, rounds=20)
+    assert first.success and torch.equal(first.matrix, alone.matrix)
+    best = complete_with_retries(joint, seen, len(position), attempts=[poor, good, poor], tolerance=1e-30, rounds=0)
+    only = complete_with_retries(joint, seen, len(position), attempts=[good], tolerance=1e-30, rounds=0)
+    assert not best.success and torch.equal(best.matrix, only.matrix)
+    with pytest.raises(ValueError, match="attempts"):
+        complete_with_retries(joint, seen, len(position), attempts=[])
+
+
+def test_fewer_entries_than_unknowns_are_refused(standard, modified):
+    position, patch, _ = standard
+    masks = [torch.rand(value.shape, generator=seeded(2)) >= 0.9 for value in (position, patch)]
+    nothing = [torch.zeros_like(mask) for mask in masks]
+    for given in (masks, nothing):
+        with pytest.raises(ValueError, match="too high"):
+            patches_by_completion(position, patch, *given)
+    _, position, weights, slopes, _ = modified
+    with pytest.raises(ValueError, match="too high"):
+        april_completion(position, weights, slopes, torch.ones_like(position, dtype=torch.bool), torch.zeros_like(slopes, dtype=torch.bool))
+
+
+def test_the_row_space_of_a_standard_block_needs_its_norm_and_one_image():
+    model = transformer(bare=False, width=192, side=4)
+    with torch.no_grad():
+        model.blocks[0].norm1.bias.add_(0.1 * torch.randn(192, generator=seeded(5)))
+    slopes = attention(model, gradients(model, picture(), torch.tensor([3])))[2]
+    arguments = known_part(model), model.patch_embed.proj.weight.detach().flatten(1)
+    norm = model.blocks[0].norm1.weight.detach(), model.blocks[0].norm1.bias.detach()
+    patches = cut_patches(picture()[0], 4)
+    assert relative(patches_from_row_space(*arguments, slopes, norm=norm, max_rows=200, max_residual=1e-9), patches) < 1e-4
+    with pytest.raises(ValueError, match="residual"):
+        patches_from_row_space(*arguments, slopes, max_rows=100, max_residual=1e-6)
+
+
+def test_union_over_rounds_turns_a_hopeless_mask_into_a_completion(standard):
+    """Three masks at R = .8 on one gradient show about half of it."""
+    position, patch, patches = standard
+    joint = torch.cat([position.flatten(), patch.flatten()])
+    masks = torch.rand(3, joint.numel(), generator=seeded(6)) >= 0.8
+    values, seen = union_over_rounds(joint.expand(3, -1), masks)
+    split = [position.numel(), patch.numel()]
+    parts = [part.view(like.shape) for both in (values, seen) for part, like in zip(both.split(split), (position, patch))]
+    assert relative(patches_by_completion(*parts)[0], patches) < 1e-6
 
 
 # --- counting --------------------------------------------------------------------------------------------------------
