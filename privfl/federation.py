@@ -10,6 +10,7 @@ __all__ = ['logger', 'BUFFER', 'Upload', 'contributors', 'GlobalState', 'Context
 # %% ../nbs/00_core/08_federation.ipynb #3a3d2969
 import copy
 import logging
+import operator
 import os
 import threading
 import types
@@ -121,6 +122,31 @@ def _gaussian_event(promise: Promise, neighbouring: str):
 
     return GaussianDpEvent(promise.noise_ratio / sensitivities[neighbouring])
 
+# %% ../nbs/00_core/08_federation.ipynb #f9edb804
+def _whole(name: str, value: int, lowest: int = 1, otherwise: str = "") -> None:
+    "Refuses what is no whole number from `lowest` on: fractions, NaN, booleans, text, None."
+    try:
+        fine = not _is_flag(value) and operator.index(value) >= lowest
+    except TypeError:
+        fine = False
+    if not fine:
+        raise ValueError(f"{name} is {value!r}; it must be a whole number, at least {lowest}{otherwise}")
+
+
+def _positive(name: str, value: float, zero: bool = False) -> None:
+    "Refuses what is no finite number above zero (or from zero on): NaN, infinity, booleans, text, None."
+    try:
+        fine = not _is_flag(value) and bool(0 < value < float("inf") or (zero and value == 0))
+    except (TypeError, ValueError, RuntimeError):
+        fine = False
+    if not fine:
+        raise ValueError(f"{name} is {value!r}; it must be a finite number {'of at least' if zero else 'above'} 0")
+
+
+def _is_flag(value) -> bool:
+    "True for booleans of Python, NumPy and torch."
+    return str(getattr(value, "dtype", type(value).__name__)).endswith("bool")
+
 # %% ../nbs/00_core/08_federation.ipynb #95986813
 @dataclass(frozen=True)
 class Clip:
@@ -132,8 +158,7 @@ class Clip:
     blind_side_tensors = True  # sends nothing beside the update that depends on the data
 
     def __post_init__(self):
-        if not 0 < self.clip_norm < float("inf"):
-            raise ValueError(f"clip_norm is {self.clip_norm}; it must be a finite number above 0")
+        _positive("clip_norm", self.clip_norm)
 
     @property
     def promise(self) -> Promise:
@@ -153,6 +178,9 @@ class GaussianNoise:
     contracts = False  # noise lengthens
     post_processing = True  # reads nothing but the tensors
     blind_side_tensors = True  # sends nothing beside the update that depends on the data
+
+    def __post_init__(self):
+        _check_sigma(self.sigma)
 
     @property
     def promise(self) -> Promise:
@@ -174,6 +202,19 @@ class GaussianNoise:
         if "mask" in tensors:
             noisy = torch.where(tensors["mask"], noisy, torch.zeros_like(noisy))
         return {**tensors, "update": noisy}
+
+# %% ../nbs/00_core/08_federation.ipynb #9fec88a2
+def _check_sigma(sigma: float | Tensor) -> None:
+    "Refuses a scale that is no number, or below zero, infinite or NaN in some entry."
+    try:
+        given = torch.as_tensor(sigma)
+        usable = given.numel() > 0 and given.dtype is not torch.bool and not given.is_complex()
+        scale = torch.as_tensor(sigma, dtype=torch.float64) if usable else None
+        fine = usable and bool(((scale >= 0) & (scale < float("inf"))).all())
+    except (TypeError, ValueError, RuntimeError):
+        fine = False
+    if not fine:
+        raise ValueError(f"sigma is {sigma!r}; it must be finite and at least 0: a number, or one per entry of the update")
 
 # %% ../nbs/00_core/08_federation.ipynb #95ef6692
 def promise_of(
@@ -293,7 +334,7 @@ class Client(ClientSettings):
         "What the defence guarantees for one upload."
         return promise_of(self.defence, self.share_buffers and bool(buffers_of(self.model)))
 
-
+# %% ../nbs/00_core/08_federation.ipynb #aeee992f
 def _check_client(client: ClientSettings) -> None:
     "Refuses settings that cannot work, before anything is trained."
     who = f"client {client.client_id}"
@@ -302,13 +343,20 @@ def _check_client(client: ClientSettings) -> None:
     if len(client.inputs) != len(client.targets):
         raise ValueError(f"{who}: {len(client.inputs)} inputs but {len(client.targets)} targets; give one per example")
     for name in ("batch_size", "local_steps", "local_epochs"):
-        value = getattr(client, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{who}: {name} is {value}; it must be at least 1")
-    if not client.learning_rate > 0 or not 0 <= client.momentum < 1:
-        raise ValueError(f"{who}: learning_rate is {client.learning_rate}, which must be above 0, and momentum "
-                         f"{client.momentum}, which must be in [0, 1)")
+        if getattr(client, name) is not None:
+            _whole(f"{who}: {name}", getattr(client, name))
+    if client.local_epochs is None and client.local_steps is None and client.algorithm == "fedavg":
+        raise ValueError(f"{who}: local_steps and local_epochs are both None; give one of them, at least 1")
+    _positive(f"{who}: learning_rate", client.learning_rate)
+    _check_momentum(f"{who}: momentum", client.momentum)
     _check_model(client.model, client.training)
+
+
+def _check_momentum(name: str, momentum: float) -> None:
+    "Refuses what is not in [0, 1)."
+    _positive(name, momentum, zero=True)
+    if not momentum < 1:
+        raise ValueError(f"{name} is {momentum}; it must be in [0, 1)")
 
 # %% ../nbs/00_core/08_federation.ipynb #bb9d3ea3
 def _gradient(client: Client, model: nn.Module, state: GlobalState, memory: dict, streams: Streams, round: int) -> Tensor:
@@ -415,7 +463,7 @@ class Server:
     model: nn.Module = field(repr=False)  # the initial model; never changed
     clients_per_round: int | None = None  # drawn without replacement; None: all
     rule: Callable[[Sequence[Upload], GlobalState], Tensor] = mean_rule  # uploads, state -> update (d,)
-    learning_rate: float | Callable[[int], float] = 1.0  # a number, or round -> number
+    learning_rate: float | Callable[[int], float] = 1.0  # finite and above 0; or round -> number, where 0 rests
     momentum: float = 0.0  # in [0, 1)
 
     def __post_init__(self):
@@ -454,8 +502,7 @@ def _aggregate(server: Server, state: GlobalState, uploads: Sequence[Upload], ro
     before = memory.get("velocity")
     if before is not None:
         velocity = velocity + server.momentum * before
-    rate = server.learning_rate(round) if callable(server.learning_rate) else server.learning_rate
-    parameters = torch.add(state.parameters, velocity, alpha=_direction(active) * rate)
+    parameters = torch.add(state.parameters, velocity, alpha=_direction(active) * _rate(server, round))
     covered = _covered(active)
     if covered is not None:
         parameters = torch.where(covered, parameters, state.parameters)
@@ -503,10 +550,20 @@ def _check_mean(mean: Tensor, uploads: Sequence[Upload], state: GlobalState) -> 
 # %% ../nbs/00_core/08_federation.ipynb #8081086e
 def _check_server(server: Server) -> None:
     "Refuses settings that cannot work."
-    if not 0 <= server.momentum < 1:
-        raise ValueError(f"momentum is {server.momentum}; it must be in [0, 1)")
-    if server.clients_per_round is not None and server.clients_per_round < 1:
-        raise ValueError(f"clients_per_round is {server.clients_per_round}; it must be at least 1, or None for all")
+    _check_momentum("momentum", server.momentum)
+    if not callable(server.learning_rate):
+        _positive("learning_rate", server.learning_rate)
+    if server.clients_per_round is not None:
+        _whole("clients_per_round", server.clients_per_round, otherwise=", or None for all")
+
+
+def _rate(server: Server, round: int) -> float:
+    "The server's learning rate in a round; a schedule may return 0, and then the round moves no weight."
+    if not callable(server.learning_rate):
+        return server.learning_rate
+    rate = server.learning_rate(round)
+    _positive(f"round {round}: the value of the server's learning_rate", rate, zero=True)
+    return rate
 
 
 def _sample(count: int | None, round: int, num_clients: int, streams: Streams) -> list[int]:
@@ -722,17 +779,21 @@ def _begin(server: Server, clients: Sequence[Client], rounds: int, seed: int, ch
     logger.info("continuing from %s after %d rounds", name, state.round)
     return _Progress(settings, state, saved["clients"], _remember(observers))
 
-
-def _check_run(server: Server, clients: Sequence[Client], rounds: int, workers: int) -> list[Client]:
+# %% ../nbs/00_core/08_federation.ipynb #bd75a4ab
+def _check_run(server: Server, clients: Sequence[Client], rounds: int, workers: int, every: int = 1) -> list[Client]:
     "The clients sorted by id; refuses what cannot run."
+    _whole("rounds", rounds, 0)
+    _whole("workers", workers, 0)
+    _whole("checkpoint_every", every)
+    if not isinstance(server, Server):
+        raise ValueError(f"server is {server!r}; it must be a Server")
+    clients = _list_of("clients", clients, lambda client: isinstance(client, Client), "a Client")
     clients = sorted(clients, key=lambda client: client.client_id)
     ids, empty = [c.client_id for c in clients], [c.client_id for c in clients if not len(c)]
     if len(empty) == len(clients):
         raise ValueError(f"{len(clients)} clients, none with an example: a federation needs at least one with data")
     if len(set(ids)) < len(ids):
         raise ValueError(f"client ids must be distinct, got {ids}")
-    if rounds < 0 or workers < 0:
-        raise ValueError(f"rounds is {rounds} and workers {workers}; neither may be negative")
     for client in clients:
         if client.layout != server.layout:
             raise ValueError(f"client {client.client_id} has {client.layout}, the server {server.layout}: build both "
@@ -740,6 +801,18 @@ def _check_run(server: Server, clients: Sequence[Client], rounds: int, workers: 
     if empty:
         logger.warning("clients %s hold no examples and count in no average", empty)
     return clients
+
+
+def _list_of(name: str, values: Sequence, fits: Callable, wanted: str) -> list:
+    "The values as a list; refuses what is no sequence, or holds something else than is wanted."
+    try:
+        values = list(values)
+    except TypeError:
+        raise ValueError(f"{name} is {values!r}; it must be a list, and each of its items {wanted}") from None
+    for value in values:
+        if not fits(value):
+            raise ValueError(f"{name} holds {value!r}; each item must be {wanted}")
+    return values
 
 # %% ../nbs/00_core/08_federation.ipynb #0097823f
 def _round(server: Server, clients: Sequence[Client], progress: _Progress, streams: Streams, each) -> tuple:
@@ -781,7 +854,8 @@ def run(
     checkpoint_every: int = 1,  # write after each so many rounds, and at the end
 ) -> GlobalState:  # after the last round
     "Federated training, resumable to the same bits; an error or Ctrl-C keeps every finished round."
-    clients, streams = _check_run(server, clients, rounds, workers), Streams(seed)
+    clients, streams = _check_run(server, clients, rounds, workers, checkpoint_every), Streams(seed)
+    observers = _list_of("observers", observers, callable, "a function of (state, uploads, round)")
     progress = _begin(server, clients, rounds, seed, checkpoint, observers)
     saved = progress.state.round
     bar = tqdm(total=rounds, initial=saved, disable=None, desc="rounds")

@@ -919,7 +919,10 @@ def grid(
         else:
             nested = parameter.type == "list" and not (isinstance(value, list) and value and isinstance(value[0], (list, tuple)))
             values = list(value) if isinstance(value, (list, tuple)) and not nested else [value]
-        columns.append([(name, convert(item, parameter)) for item in values])
+        column = [(name, convert(item, parameter)) for item in values]
+        if any(item in column[:place] for place, item in enumerate(column)):
+            raise RunnerError(f"{name} holds a value twice: {value}; each run of a grid must differ")
+        columns.append(column)
     return [dict(row) for row in itertools.product(*columns)]
 
 # %% ../nbs/00_core/12_runner.ipynb #a2751eb8
@@ -992,6 +995,8 @@ def plan(
             raise RunnerError(f"experiment {name!r} is not there yet (nbs/experiments/{name}.ipynb); `privfl list` shows those that are")
         if not _offers(listed[name], scale):
             raise RunnerError(f"experiment {name!r} has no scale {scale!r}; it offers {', '.join(scales_of(listed[name]))}")
+    if seeds is not None and "seeds" in (parameters or {}):
+        raise RunnerError("the number of seeds is given twice, as --seeds and as a parameter: give one of them")
     given = {**(parameters or {}), **({} if seeds is None else {"seeds": seeds})}
     if "scale" in given:
         raise RunnerError("give the scale as --scale (scale=...), not as a parameter")
@@ -1006,11 +1011,12 @@ def plan(
 # %% ../nbs/00_core/12_runner.ipynb #a326e0e9
 def execute_run(
     job: str | os.PathLike,  # job.json, as `_start` wrote it
+    parent: int | None = None,  # process id of the runner; None: as job.json says
 ) -> int:  # 0 finished, 1 failed
     """Execute one run in this process; status.json says how it ended."""
     job = read_json(Path(job))
     folder = Path(job["folder"])
-    _watch_parent(job["parent"])
+    _watch_parent(job["parent"] if parent is None else parent)
     with _locked(folder) as free:
         if not free:
             print("another run is using this folder", flush=True)
@@ -1184,7 +1190,7 @@ class Outcome:
 
 
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "NUMBA_NUM_THREADS")
-_CHILD = "import sys; from privfl.runner import execute_run; sys.exit(execute_run(sys.argv[1]))"
+_CHILD = "import sys; from privfl.runner import execute_run; sys.exit(execute_run(sys.argv[1], int(sys.argv[2])))"
 
 
 def _start(
@@ -1201,7 +1207,7 @@ def _start(
     environment = {**os.environ, **dict.fromkeys(_ONE_THREAD, "1"), "PRIVFL_ROOT": str(root), "PRIVFL_RESUME": str(int(resume)),
                    "JUPYTER_PREFER_ENV_PATH": "1", "PYDEVD_DISABLE_FILE_VALIDATION": "1", "PYTHONUNBUFFERED": "1"}
     with open(run.folder / "log.txt", "wb") as log:
-        return subprocess.Popen([sys.executable, "-c", _CHILD, str(run.folder / "job.json")], stdin=subprocess.DEVNULL,
+        return subprocess.Popen([sys.executable, "-c", _CHILD, str(run.folder / "job.json"), str(os.getpid())], stdin=subprocess.DEVNULL,
                                 stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=root, start_new_session=True)
 
 # %% ../nbs/00_core/12_runner.ipynb #6aa03482
@@ -1217,6 +1223,10 @@ def _supervise(
     try:
         if stop.is_set():
             return Outcome(run, "interrupted", "not started")
+        run.folder.mkdir(parents=True, exist_ok=True)
+        with _locked(run.folder) as free:  # before anything of a run that is going on there is overwritten
+            if not free:
+                return Outcome(run, "failed", "another `privfl run` is working in the same folder")
         child = _start(run, resume, root)
         progress.begin(run)
         state = ""
@@ -1530,7 +1540,8 @@ def record_result(
     """Keep a finished run as the result of record."""
     base = find_root(root)
     folder = Path(run_folder) if run_folder else base / output / experiment / scale
-    if not (folder / "results.json").is_file() or read_json(folder / "status.json")["state"] != "finished":
+    status = read_json(folder / "status.json") if (folder / "results.json").is_file() else {}
+    if not isinstance(status, dict) or status.get("state") != "finished":
         raise RunnerError(f"there is no finished run of {experiment} at {scale} scale: `privfl run {experiment} --scale {scale}` first")
     results, now = check_results(read_json(folder / "results.json")), experiment_digest(experiment, base)
     if results["digest"] != now:
@@ -1600,13 +1611,16 @@ def record_state(
     experiment: str,  # name
     scale: str,  # of the record
     root: str | os.PathLike | None = None,  # project folder; None = found
-) -> str:  # "none", "fresh" or "measured at COMMIT"
+) -> str:  # "none", "fresh", "damaged" or "measured at COMMIT"
     """Whether a result of record belongs to the code as it is now."""
     base = find_root(root)
     path = base / "results" / scale / f"{experiment}.json"
     if not path.is_file():
         return "none"
-    results = read_json(path)
+    try:
+        results = check_results(read_json(path))
+    except RunnerError:
+        return "damaged"
     try:
         fresh = results.get("digest") == experiment_digest(experiment, base)
     except (OSError, RunnerError):

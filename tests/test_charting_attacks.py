@@ -112,6 +112,18 @@ def test_kalman_is_least_squares_without_velocity_noise():
     assert np.abs(kalman_smooth(noisy, clock, 0.04, np.array([1e4])) - noisy).max() < 1e-2  # free to move: follows the answers
 
 
+@pytest.mark.parametrize("acceleration", [0.05, 0.3, 2.0])
+def test_kalman_equals_a_dense_gauss_markov_solve(acceleration):
+    """Integrated white noise has covariance a^2 m^2 (3 M - m) / 6 between times m <= M; the smoother is its regression."""
+    clock = np.array([0.0, 1, 2.5, 3, 4, 6, 7, 8.5, 9, 11])
+    noisy, variance = np.random.default_rng(9).standard_normal((10, 2)).cumsum(axis=0), 0.2
+    small, large = np.minimum.outer(clock, clock), np.maximum.outer(clock, clock)
+    wide = 1e4 * (variance + np.ptp(noisy) ** 2)  # the start is nearly unknown
+    prior = wide + wide / np.median(np.diff(clock)) ** 2 * np.outer(clock, clock) + acceleration**2 * small**2 * (3 * large - small) / 6
+    dense = noisy[0] + prior @ np.linalg.solve(prior + variance * np.eye(10), noisy - noisy[0])
+    assert np.abs(kalman_smooth(noisy, clock, variance, np.array([acceleration])) - dense).max() < 1e-5
+
+
 def test_kalman_helps_on_a_walk():
     clock = np.arange(100.0)
     answers = CHART + np.random.default_rng(8).laplace(scale=0.3, size=CHART.shape)

@@ -110,6 +110,7 @@ def test_shares_are_counts(successes, trials):
     ("difference", None, 1.1, 2.0, REPRODUCED), ("difference", None, 0.9, 2.0, INCONCLUSIVE), ("difference", None, -0.5, 0.5, NOT_REPRODUCED),
     ("difference", None, -3.0, -1.5, NOT_REPRODUCED), ("difference", None, -3.0, 0.5, NOT_REPRODUCED), ("difference", None, -3.0, 3.0, INCONCLUSIVE),
     ("no_loss", None, -0.9, 5.0, REPRODUCED), ("no_loss", None, -1.1, 5.0, INCONCLUSIVE), ("no_loss", None, -5.0, -1.1, NOT_REPRODUCED),
+    ("no_loss", None, -3.0, -0.5, INCONCLUSIVE),
     ("no_loss", None, 2.0, 3.0, REPRODUCED), ("value", 5.0, 4.0, 6.0, REPRODUCED), ("value", 5.0, 3.9, 5.0, INCONCLUSIVE),
     ("value", 5.0, 1.0, 3.9, NOT_REPRODUCED), ("value", 5.0, 6.1, 7.0, NOT_REPRODUCED), ("value", 5.0, 3.0, 7.0, INCONCLUSIVE),
 ])

@@ -197,6 +197,24 @@ def test_completed_april_beats_naive_april(modified):
     assert relative(completed, tokens) < 1e-3 < 0.5 < relative(naive, tokens)
 
 
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-7), (torch.float64, 1e-9)])
+def test_completed_april_needs_rows_of_one_size_before_it_cuts_the_row_space(dtype, bound):
+    """Value rows of rank one, query and key rows 2^60 times smaller: only these span the tokens. Integers, exact in float32."""
+    generator, tokens, width, small = seeded(0), 9, 24, 2.0**-60
+    truth = torch.randint(-4, 5, (tokens, width), generator=generator).double()
+    share = torch.randint(-3, 4, (3, width, tokens), generator=generator).double()
+    share[2] = share[2, :, :1]
+    share[:2] *= small
+    weights = torch.randint(-3, 4, (3, width, width), generator=generator).double()
+    weights[:2] /= small
+    slopes, position = share @ truth, torch.einsum("noi,nop->pi", weights, share)
+    position_mask = torch.rand(position.shape, generator=generator) >= 0.2
+    weight_mask = torch.rand(slopes.shape, generator=generator) >= 0.2
+    found = april_completion(*(value.to(dtype) for value in (position, weights, slopes)), position_mask, weight_mask,
+                             attempts=[(1.0, 1.0, 10)])
+    assert relative(found, truth) < bound
+
+
 def test_april_contracts(modified):
     _, position, weights, slopes, _ = modified
     full = torch.ones_like(position, dtype=torch.bool), torch.ones_like(slopes, dtype=torch.bool)
@@ -223,6 +241,16 @@ def test_the_known_row_space_needs_no_position_gradient():
     assert relative(patches_from_row_space(*arguments, hidden, mask), patches) < 1e-2
     with pytest.raises(ValueError, match=r"p \+ c"):
         patches_from_row_space(*arguments, slopes, torch.rand(slopes.shape, generator=seeded()) >= 0.8)
+
+
+@pytest.mark.parametrize("masking_rate, bound", [(0.0, 0.02), (0.2, 0.01)])
+def test_the_row_space_weighs_rows_alike_in_float32(masking_rate, bound):
+    """Value gradients are far longer than those of queries and keys; with equal weights the error is above .1."""
+    model = transformer(bare=True, width=192, side=4).float()
+    slopes = attention(model, gradients(model, picture().float(), torch.tensor([3])))[2]
+    mask = torch.rand(slopes.shape, generator=seeded()) >= masking_rate
+    found = patches_from_row_space(known_part(model), model.patch_embed.proj.weight.detach().flatten(1), slopes, mask, max_rows=200)
+    assert relative(found, cut_patches(picture()[0], 4)) < bound
 
 
 # --- completion ------------------------------------------------------------------------------------------------------

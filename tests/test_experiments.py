@@ -45,5 +45,10 @@ def test_the_charting_run_compares_in_every_matching(smoke):
     assert gaps["equal nominal epsilon"]["TW gap"] > 0.1 > 0 > gaps["equal nominal epsilon"]["attacker_m gap"]  # more structure, and less privacy
     for row in results["tables"]["audit"]["rows"]:
         assert row["planar Laplace: excess, nats"] <= 0 < row["MNPL, equal nominal epsilon: excess, nats"]
-    levels = {row["mechanism"]: row["exact Euclidean level"] for row in results["tables"]["equal attacker error"]["rows"]}
-    assert len(levels) == 7 and [name for name, level in levels.items() if level == "Infinity"] == ["MNPL"]
+    rows = results["tables"]["equal attacker error"]["rows"]
+    assert len(rows) == 7 and [row["mechanism"] for row in rows if row["level between users"] == "infinite"] == ["MNPL"]
+    for row in rows:  # two kinds of level, never both
+        assert bool(row["level between landmarks"]) == ("balanced" in row["mechanism"]) != bool(row["level between users"])
+    names = [item["claim"]["name"] for item in results["claims"]]
+    assert sum("at epsilon 2, equal" in name for name in names) == sum("at each of 1 budgets" in name for name in names) == 20
+    assert len(results["tables"]["verdict at each budget"]["rows"]) == 20  # matchings x metrics x budgets

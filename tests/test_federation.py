@@ -577,6 +577,7 @@ def test_formal_promises_need_a_clip_right_before_the_noise():
     assert {name for name, kind in found.items() if kind == "formal"} == {"cn", "cnc"}  # own may send its choice
     own.blind_side_tensors = True
     assert promise_of((own, clip, noise)).kind == "formal"
+    assert promise_of((clip, own, noise)).kind == "heuristic"  # it may lengthen what the clip had bounded
     assert found[""] == found["c"] == "none" and found["n"] == found["nc"] == found["cnk"] == found["kcn"] == "heuristic"
     assert promise_of((clip, Clip(5.0), noise)).noise_ratio == 1.5  # the tighter clip counts
     assert promise_of((clip, GaussianNoise(torch.tensor([4.0, 1.0])))).noise_ratio == 0.5  # the quietest entry
@@ -651,8 +652,11 @@ def test_bad_uploads_name_client_and_round():
 @pytest.mark.parametrize(("settings", "message"), [
     ({"algorithm": "sgd"}, "algorithm is 'sgd'"), ({"batch_size": 0}, "batch_size is 0"),
     ({"local_steps": 0}, "local_steps is 0"), ({"local_epochs": -1}, "local_epochs is -1"),
-    ({"learning_rate": 0.0}, "learning_rate is 0"), ({"momentum": 1.0}, r"momentum 1.0, which must be in \[0, 1\)"),
-    ({"learning_rate": float("nan")}, "learning_rate is nan"),
+    ({"learning_rate": 0.0}, "learning_rate is 0"), ({"momentum": 1.0}, r"momentum is 1.0; it must be in \[0, 1\)"),
+    ({"learning_rate": float("nan")}, "learning_rate is nan"), ({"learning_rate": float("inf")}, "learning_rate is inf"),
+    ({"local_epochs": 2.5}, "local_epochs is 2.5"), ({"batch_size": 2.5}, "batch_size is 2.5"), ({"batch_size": True}, "batch_size is True"),
+    ({"local_steps": "3"}, "local_steps is '3'"), ({"momentum": "0"}, "momentum is '0'"), ({"learning_rate": None}, "learning_rate is None"),
+    ({"algorithm": "fedavg", "local_epochs": None}, "local_steps and local_epochs are both None"),
 ])
 def test_bad_client_settings(settings, message):
     with pytest.raises(ValueError, match=f"client 0: .*{message}"):
@@ -668,7 +672,7 @@ def test_bad_runs_are_refused_before_anything_is_trained():
     with pytest.raises(ValueError, match="distinct"):
         run(Server(model), [clients[0], clients[0]], 1, 0)
     for settings in ({"rounds": -1}, {"rounds": 1, "workers": -1}):
-        with pytest.raises(ValueError, match="negative"):
+        with pytest.raises(ValueError, match="is -1; it must be a whole number, at least 0"):
             run(Server(model), clients, seed=0, **settings)
     with pytest.raises(ValueError, match="one model"):
         run(Server(nn.Linear(2, 2)), clients, 1, 0)
@@ -679,6 +683,56 @@ def test_bad_runs_are_refused_before_anything_is_trained():
             Server(model, **settings)
     with pytest.raises(ValueError, match="clients"):
         run(Server(model, clients_per_round=9), clients, 1, 0)
+
+
+@pytest.mark.parametrize("name", ["rounds", "workers", "checkpoint_every"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1.5, True, np.True_, torch.tensor(True), "1", None, -1])
+def test_counts_of_a_run_are_whole_numbers(name, value):
+    model, clients = make()
+    with pytest.raises(ValueError, match=f"{name} is .*whole number, at least {1 if name == 'checkpoint_every' else 0}"):
+        run(Server(model), clients, **{"rounds": 1, "seed": 0, name: value})
+
+
+def test_a_run_takes_a_server_clients_and_functions():
+    model, clients = make()
+    for given in (None, clients[0], [None], [*clients, 3]):
+        with pytest.raises(ValueError, match="^clients .* a Client"):
+            run(Server(model), given, 1, 0)
+    for given in (None, model):
+        with pytest.raises(ValueError, match="it must be a Server"):
+            run(given, clients, 1, 0)
+    for given in (None, [3], 3):
+        with pytest.raises(ValueError, match="^observers .* a function"):
+            run(Server(model), clients, 1, 0, observers=given)
+    with pytest.raises(ValueError, match="checkpoint_every is 0"):
+        run(Server(model), clients, 1, 0, checkpoint_every=0)
+    seen = []
+    run(Server(model), iter(clients), np.int64(1), 0, observers=iter([lambda *args: seen.append(args[2])]))
+    assert seen == [0]
+
+
+@pytest.mark.parametrize("rate", [float("nan"), float("inf"), -1.0, "1", True, None])
+def test_the_server_s_rate_is_finite_and_above_zero(rate):
+    model, clients = make()
+    with pytest.raises(ValueError, match="^learning_rate is .*finite number above 0"):
+        Server(model, learning_rate=rate)
+    server = Server(model, learning_rate=lambda round: rate if round == 1 else 0.1)
+    with pytest.raises(ValueError, match="^round 1: the value of the server's learning_rate is .*finite number of at least 0") as caught:
+        run(server, clients, 3, 0)
+    assert caught.value.state.round == 1 and caught.value.state.parameters.isfinite().all()
+
+
+def test_bad_numbers_of_a_server_and_of_the_steps():
+    for settings in ({"learning_rate": 0.0}, {"momentum": "0"}, {"momentum": float("nan")}, {"clients_per_round": 1.5}, {"clients_per_round": True}):
+        with pytest.raises(ValueError, match="it must be"):
+            Server(network(), **settings)
+    for bad in (True, "1", None, -1.0, float("inf"), float("nan"), torch.ones(2)):
+        with pytest.raises(ValueError, match="clip_norm is .*finite number above 0"):
+            Clip(bad)
+    for bad in (True, "1", None, -1.0, float("inf"), float("nan"), 1j, torch.tensor([1.0, -1.0]), torch.tensor([1.0, torch.nan]), torch.ones(0)):
+        with pytest.raises(ValueError, match="(?s)sigma is .*finite and at least 0"):
+            GaussianNoise(bad)
+    assert promise_of((Clip(1.0), GaussianNoise(0.0))).kind == "none"
 
 
 def test_dropout_is_refused_because_it_uses_the_global_generator():

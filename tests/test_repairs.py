@@ -10,7 +10,7 @@ from privfl.federation import Client, Clip, Context, GaussianNoise, GlobalState,
 from privfl.randomness import Streams
 from privfl.selection.masks import RandomSelection, selected_mean
 from privfl.selection.models import LeNetGELU, initialise
-from privfl.selection.repairs import (CommonSelection, RowSelection, patches_over_rounds, random_row_mask, secure_mean, secure_sum,
+from privfl.selection.repairs import (CommonSelection, RowSelection, masked_gaussian_epsilon, patches_over_rounds, random_row_mask, secure_mean, secure_sum,
                                       secure_sum_event)
 from privfl.update import Layout, UpdateError
 from torch import nn
@@ -100,6 +100,12 @@ def test_the_attack_refuses_what_does_not_fit():
     _, positions, gradients, tokens, rows = uploads_of_rounds(3)
     with pytest.raises(ValueError, match="shapes do not fit"):
         patches_over_rounds(positions, gradients, tokens[:2], rows)
+    with pytest.raises(ValueError, match="bool masks"):
+        patches_over_rounds(positions, gradients, tokens.long(), rows)
+    with pytest.raises(ValueError, match="at least one round"):
+        patches_over_rounds(positions[:0], gradients[:0], tokens[:0], rows[:0])
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        patches_over_rounds(positions, torch.full_like(gradients, float("nan")), tokens, rows)
     with pytest.raises(ValueError, match="4 rows of the patch embedding are shown for 5 patches"):
         patches_over_rounds(positions, gradients, tokens, torch.arange(24).expand(3, 24) < 4)
 
@@ -122,10 +128,20 @@ def test_a_secure_sum_is_the_sum_on_the_mask_and_leaves_empty_clients_out():
     state = GlobalState(0, torch.zeros(3), {}, {})
     assert secure_mean([upload(0, [1.0, 2.0, 4.0]), upload(1, [3.0, 2.0, 0.0])], state).tolist() == [2.0, 2.0, 2.0]
     assert secure_mean([], state).tolist() == [0.0] * 3
+    with_empty = [upload(0, [1.0, 2.0, 4.0]), upload(1, [3.0, 2.0, 0.0]), upload(2, [9.0, 9.0, 9.0], size=0)]
+    assert secure_mean(with_empty, state).tolist() == [2.0, 2.0, 2.0]
+    with pytest.raises(UpdateError, match="3 entries, the model 9"):
+        secure_mean(with_empty, GlobalState(0, torch.zeros(9), {}, {}))
 
 
 @pytest.mark.parametrize(("uploads", "words"), [
     ([upload(0, [1.0])], "at least 2 clients"),
+    ([upload(0, [1.0]), Upload(1, 7, 1, {"update": torch.ones(1)})], r"of one round, got 2 of rounds \[0, 7\]"),
+    ([upload(0, [1.0, 1.0], [True, False]), upload(4, [1.0, 1.0], [False, True])], "client 4, round 0: its mask differs"),
+    ([upload(0, [1.0, 1.0], [1.0, 1.0]), upload(4, [1.0, 1.0], [1.0, 1.0])], "client 0, round 0: a secure sum takes"),
+    ([upload(0, [1.0, 1.0], [True]), upload(4, [1.0, 1.0], [True])], "a secure sum takes"),
+    ([upload(0, [1, 1]), upload(4, [1, 1])], "floating-point `update`"),
+    ([Upload(0, 0, 1, {"values": torch.ones(1)}), upload(1, [1.0])], "client 0, round 0: a secure sum takes"),
     ([upload(0, [1.0, 1.0], [True, False]), upload(4, [1.0, 1.0], [True, True])], "client 4, round 0: its mask differs"),
     ([upload(0, [1.0, 1.0], [True, True]), upload(4, [float("nan"), 1.0], [True, True])], "the sum is not finite"),
 ])
@@ -150,6 +166,33 @@ def test_the_event_of_a_secure_sum_is_that_of_its_noise():
     for honest in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match="honest is"):
             secure_sum_event(1.0, 1.0, honest)
+    for sigma in (0.0, -1.0, float("inf"), float("nan"), None, "1", True):
+        with pytest.raises(ValueError, match="sigma is"):
+            secure_sum_event(sigma, 1.0, 2)
+
+
+def test_the_amplified_account_by_hand_and_at_its_ends():
+    multiplier, rounds, delta = 2.5, 100, 1e-5
+    plain = compose([(secure_sum_event(multiplier, 0.5, 1), rounds)], delta, "replace_one")
+    assert masked_gaussian_epsilon(multiplier, 0.0, rounds, delta) == plain
+    found = [masked_gaussian_epsilon(multiplier, rate, rounds, delta) for rate in (0.0, 0.2, 0.5, 0.8)]
+    assert all(first > second for first, second in zip(found, found[1:]))
+    order = 3.0  # Canonne, Kamath and Steinke's conversion, by hand, at one order: never below the minimum over orders
+    renyi = rounds * math.log(0.5 + 0.5 * math.exp(order * (order - 1) / (2 * multiplier**2))) / (order - 1)
+    by_hand = renyi + math.log1p(-1 / order) - math.log(delta * order) / (order - 1)
+    assert found[2] <= by_hand < 1.5 * found[2]
+    with pytest.raises(ValueError, match="masking_rate is 1"):
+        masked_gaussian_epsilon(multiplier, 1.0, rounds, delta)
+
+
+def test_the_amplified_account_covers_the_exact_loss_of_one_coordinate():
+    """One round, difference in one entry: P(loss > eps) is known in closed form, and must not exceed delta."""
+    multiplier, rate, delta = 1.0, 0.5, 1e-3
+    epsilon = masked_gaussian_epsilon(multiplier, rate, 1, delta)
+    normal = torch.distributions.Normal(0.0, 1.0)
+    hockey_stick = (1 - rate) * (normal.cdf(torch.tensor(0.5 / multiplier - epsilon * multiplier, dtype=torch.float64))
+                                 - math.exp(epsilon) * normal.cdf(torch.tensor(-0.5 / multiplier - epsilon * multiplier, dtype=torch.float64)))
+    assert 0 < float(hockey_stick) <= delta
 
 
 def test_the_noise_of_the_sum_is_what_the_event_says():

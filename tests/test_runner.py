@@ -131,6 +131,8 @@ def test_trap_01_unknown_names_are_refused_with_a_suggestion(tmp_path):
                           (lambda: plan(["selection"], parameters={"output_dir": "x"}, root=tmp_path), "no parameter 'output_dir'"),
                           (lambda: plan(["selection"], parameters={"scale": "x"}, root=tmp_path), "--scale"),
                           (lambda: plan(["charting"], root=tmp_path), "not there yet"),
+                          (lambda: plan(["selection"], parameters={"masking_rate": "0.1,0.1"}, root=tmp_path), "holds a value twice"),
+                          (lambda: plan(["selection"], seeds=2, parameters={"seeds": 3}, root=tmp_path), "given twice"),
                           (lambda: run(["selection"], jobs=0, root=tmp_path), "at least 1")):
         with pytest.raises(RunnerError, match=message):
             call()
@@ -466,6 +468,29 @@ def test_a_folder_in_use_is_left_alone(tmp_path):
         patch.setattr(runner, "_locked", lambda path, locked=runner._locked: locked(path, 0.0))
         assert free and execute_run(folder / "job.json") == 2
     assert (folder / "cells").is_dir()
+
+
+def test_a_second_run_touches_nothing_of_the_first(tmp_path):
+    write_experiment(tmp_path, "one", "1")
+    folder = plan(["one"], scale="smoke", root=tmp_path)[0].folder
+    folder.mkdir(parents=True)
+    with runner._locked(folder) as free, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "_locked", lambda path, locked=runner._locked: locked(path, 0.0))
+        outcome, = run(["one"], scale="smoke", root=tmp_path, stream=io.StringIO())
+        assert free and outcome.state == "failed" and "another `privfl run`" in outcome.reason
+    assert [path.name for path in folder.iterdir()] == [".lock"]
+
+
+def test_damaged_files_of_a_run_and_of_a_record_are_named(tmp_path):
+    write_experiment(tmp_path, "one", "1")
+    folder = plan(["one"], scale="smoke", root=tmp_path)[0].folder
+    write_json(folder / "results.json", {})
+    for content in ({}, [], {"state": "running"}):
+        write_json(folder / "status.json", content)
+        with pytest.raises(RunnerError, match="no finished run of one"):
+            record_result("one", "smoke", root=tmp_path)
+    write_json(tmp_path / "results" / "smoke" / "one.json", {"claims": None})
+    assert record_state("one", "smoke", tmp_path) == "damaged"
 
 
 BLOCKING = '''import os, pathlib, time

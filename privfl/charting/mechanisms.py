@@ -209,6 +209,16 @@ class EllipticLaplace(ChartMechanism):
         constant = 2 * np.log(self.epsilon) - np.log(2 * np.pi)
         return constant - self._rows(self.log_determinants_, index) / 2 - self.epsilon * np.linalg.norm(white, axis=1)
 
+    def log_density_matrix(self, noisy: np.ndarray) -> np.ndarray:  # (m, n)
+        "Log density of every answer for every user, a few rows at a time."
+        noisy, chart, root = np.asarray(noisy, dtype=np.float64), self.chart_, self.inverse_roots_
+        rows, out = max(1, 2**16 // len(chart)), np.empty((len(noisy), len(chart)))
+        for start in range(0, len(noisy), rows):
+            dx, dy = (noisy[start : start + rows, c, None] - chart[:, c] for c in (0, 1))
+            first, second = (root[:, c, 0] * dx + root[:, c, 1] * dy for c in (0, 1))
+            out[start : start + rows] = -self.epsilon * np.sqrt(first * first + second * second)
+        return out + (2 * np.log(self.epsilon) - np.log(2 * np.pi) - self.log_determinants_ / 2)
+
 # %% ../../nbs/20_charting/24_indistinguishability.ipynb #fd5034b3
 class MahalanobisPlanarLaplace(EllipticLaplace):
     "MNPL as published: the shape of a user's noise follows her own neighbours. It has NO finite epsilon, see the notebook."
@@ -329,7 +339,7 @@ def shape_ratio(
     covariance: np.ndarray,  # (..., 2, 2) shape of the user
     other: np.ndarray,  # (..., 2, 2) shape of the other user
 ) -> np.ndarray:  # (...,) rho
-    "Largest factor by which the other user's norm exceeds the own norm; 1 only for equal determinants if the shapes are equal."
+    "Largest factor by which the other user's norm exceeds the own norm, over all directions; 1 for equal shapes, above 1 for different shapes of equal determinant."
     return np.sqrt(np.linalg.eigvals(np.linalg.solve(other, covariance)).real.max(axis=-1))
 
 

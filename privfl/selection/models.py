@@ -10,6 +10,7 @@ __all__ = ['CIFAR10_MEAN', 'CIFAR10_STD', 'Normalise', 'initialise', 'LeNetGELU'
 import math
 import os
 import socket
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -211,7 +212,9 @@ class ViT(nn.Module):
     ):
         super().__init__()
         _check_vit(image_size, patch_size, dim, depth, heads, num_classes, first_block)
-        from timm.models.vision_transformer import VisionTransformer  # here, because it takes seconds
+        with warnings.catch_warnings():  # timm's own imports complain about widgets that nobody uses here
+            warnings.simplefilter("ignore")
+            from timm.models.vision_transformer import VisionTransformer  # here, because it takes seconds
 
         self.normalise = Normalise()
         self.network = _unfilled(lambda: VisionTransformer(
