@@ -29,7 +29,7 @@ help: ## show this list
 	@echo "Variables (now):"
 	@echo "  PYTHON=$(PYTHON)  a Python 3.11, 3.12 or 3.13; empty: the first that works is taken"
 	@echo "  TORCH=$(TORCH)  'cpu' installs torch without CUDA (2 GB instead of 8 GB of disk)"
-	@echo "  SCALE=$(SCALE)  smoke (seconds, mechanics only), quick (the default) or full (overnight)"
+	@echo "  SCALE=$(SCALE)  smoke (a minute or two, mechanics only), quick (the default) or full (overnight)"
 	@echo "  JOBS=$(JOBS)  experiments that run at the same time"
 	@echo "  ARGS=$(ARGS)  more for 'privfl run', for example ARGS=--resume to go on after a stop"
 

@@ -343,12 +343,14 @@ def _caption(
     text: _PageText,  # numbers figures
     has_output: bool,  # whether there is something above
 ) -> str:
-    """Markdown of a figure's caption, empty where there is none."""
-    label, caption = directives.get("label", ""), directives.get("fig-cap", "")
-    if not has_output or not (label.startswith("fig-") or caption):
+    """Markdown of the caption of a figure or a table, empty where there is none."""
+    kind = "tbl" if directives.get("label", "").startswith("tbl-") or "tbl-cap" in directives else "fig"
+    label, caption = directives.get("label", ""), directives.get(f"{kind}-cap", "")
+    if not has_output or not (label.startswith(f"{kind}-") or caption):
         return ""
-    number = f"Figure {1 + sum(name.startswith('fig-') for name in text.numbers)}"
-    text.numbers[label or f"fig-{number}"] = number
+    word = {"fig": "Figure", "tbl": "Table"}[kind]
+    number = f"{word} {1 + sum(name.startswith(f'{kind}-') for name in text.numbers)}"
+    text.numbers[label or f"{kind}-{number}"] = number
     return f'<span id="{label}"></span>**{number}.** {caption}'
 
 # %% ../nbs/00_core/13_report.ipynb #cbfc19f3
@@ -389,7 +391,7 @@ def _resolve(
     def link(match):
         return f'<a href="#{match[1]}">{text.numbers[match[1]]}</a>' if match[1] in text.numbers else match[0]
 
-    body = re.sub(r"@((?:fig|eq)-[\w-]*\w)", link, body)
+    body = re.sub(r"@((?:fig|eq|tbl)-[\w-]*\w)", link, body)
     return re.sub(r"\[((?:@[\w:.-]+(?:;\s*)?)+)\]", lambda match: f'<span class="cite">({match[1].replace("@", "")})</span>', body)
 
 # %% ../nbs/00_core/13_report.ipynb #a48a6d41
@@ -553,7 +555,8 @@ def build_report(
     counts = Counter(row.verdict["outcome"] for row in every)
     content = render("report_index.html", sections=sections, rows=rows, entries=entries, figures={entry: pictures(entry, base) for entry in entries},
                      failures={section.experiment.name: _failures(section, target) for section in sections},
-                     counts=[(outcome, counts[outcome]) for outcome in OUTCOMES], stale_rows=any(row.entry.mark for row in every),
+                     counts=[(outcome, counts[outcome]) for outcome in OUTCOMES],
+                     smoke=[entry.experiment for entry in entries if entry.in_ledger and entry.scale == "smoke"], stale_rows=any(row.entry.mark for row in every),
                      failed=sum(len(section.failures) for section in sections), commit=git_commit(base),
                      built=time.strftime("%Y-%m-%d", time.gmtime()))
     write_bytes(target / "index.html", content.encode())

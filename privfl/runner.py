@@ -14,6 +14,7 @@ __all__ = ['logger', 'EXPERIMENTS', 'MACHINERY', 'SCHEMA', 'FIGURE_BYTES', 'TIME
 
 # %% ../nbs/00_core/12_runner.ipynb #f5fbc02e
 import ast
+import base64
 import contextlib
 import csv
 import dataclasses
@@ -1575,13 +1576,36 @@ def keep_outputs(
             cell["outputs"] = [_clean_output(output) for output in outputs[cell["id"]] if not _is_noise(output)]
             cell["execution_count"] = None
         cell["metadata"] = {"tags": cell["metadata"]["tags"]} if cell.get("metadata", {}).get("tags") else {}
-    content = (json.dumps(document, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
+    content = _notebook_bytes(document)
+    if len(content) > NOTEBOOK_BYTES:  # 256 colours, which a plot hardly misses
+        content = _notebook_bytes(_with_fewer_colours(document))
     if len(content) > NOTEBOOK_BYTES:
         raise RunnerError(f"{notebook.name} would have {len(content)} bytes; {NOTEBOOK_BYTES} are allowed: fewer or smaller figures")
     write_bytes(notebook, content)
 
 
 NOTEBOOK_BYTES = 1_000_000
+
+# %% ../nbs/00_core/12_runner.ipynb #5aba9c88
+def _notebook_bytes(
+    document: Mapping,  # a notebook
+) -> bytes:
+    """A notebook as nbdev writes it."""
+    return (json.dumps(document, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+def _with_fewer_colours(
+    document: Mapping,  # a notebook; changed in place
+) -> Mapping:
+    """Its PNG outputs with 256 colours, where that makes them smaller."""
+    from PIL import Image
+    for output in (output for cell in document["cells"] for output in cell.get("outputs", ())):
+        if "image/png" in output.get("data", {}):
+            before, packed = base64.b64decode(output["data"]["image/png"]), io.BytesIO()
+            Image.open(io.BytesIO(before)).convert("RGB").quantize(256).save(packed, format="png", optimize=True)
+            if packed.tell() < len(before):
+                output["data"]["image/png"] = base64.b64encode(packed.getvalue()).decode()
+    return document
 
 # %% ../nbs/00_core/12_runner.ipynb #f593c2d8
 def _clean_output(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from privfl import report, runner
 from privfl.claims import Claim
 from privfl.report import build_report, gather, interval_svg, ledger_markdown, ledger_rows, notebook_page, records_of, write_ledger
@@ -284,6 +285,15 @@ def test_style_follows_the_system_without_a_script():
 
 
 def test_a_smoke_run_is_marked_as_meaning_nothing(project):
-    assert "A smoke run shows the mechanics only" not in build_report(project).read_text()
+    assert "show the mechanics only" not in build_report(project).read_text()
     result(project, "selection", "smoke")
-    assert "A smoke run shows the mechanics only" in build_report(project).read_text()
+    assert "Smoke runs (selection) show the mechanics only" in build_report(project).read_text()
+
+
+def test_tables_are_numbered_and_referred_to_like_figures(tmp_path):
+    cells = [new_markdown_cell("See @tbl-a and @fig-b."), new_code_cell('#| label: tbl-a\n#| tbl-cap: "Numbers."\n1', outputs=[new_output("stream", text="1")]),
+             new_code_cell('#| label: fig-b\n#| fig-cap: "A line."\n2', outputs=[new_output("stream", text="2")])]
+    nbformat.write(new_notebook(cells=cells), tmp_path / "a.ipynb")
+    page = notebook_page(tmp_path / "a.ipynb", "a")
+    assert '<a href="#tbl-a">Table 1</a>' in page and '<a href="#fig-b">Figure 1</a>' in page and page.count('id="tbl-a"') == 1
+    assert "Numbers." in page and "@tbl" not in page

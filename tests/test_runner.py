@@ -1,4 +1,5 @@
 """The runner: parameters, digests, records, and real runs that fail, are killed, and are resumed."""
+import base64
 import errno
 import io
 import json
@@ -18,6 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as some
 from nbdev.clean import clean_nb
+from PIL import Image
 from privfl import runner
 from privfl.claims import Claim, ClaimError
 from privfl.runner import (Parameter, Record, RunnerError, Run, canonical_code, code_digest, convert, execute_run, experiment_digest, find_root,
@@ -641,6 +643,23 @@ def test_finished_cells_of_a_full_run_are_committed_and_taken_up_by_resume(finis
         elsewhere = Record("study", {"scale": "full"}, project / f"other{resume}")
         value = elsewhere.cached(("arm", 0), lambda: calls.append(1) or {"loss": math.nan})
         assert calls == wanted and math.isnan(value["loss"])
+
+
+def test_a_notebook_that_is_too_large_keeps_its_figures_with_fewer_colours(finished, monkeypatch):
+    project, notebook, folder = finished
+    noise = np.random.default_rng(0).integers(0, 256, (60, 60, 3), dtype=np.uint8)
+    content = io.BytesIO()
+    Image.fromarray(noise).save(content, "PNG")
+    executed = json.loads((folder / "executed.ipynb").read_text())
+    executed["cells"][-1]["outputs"] = [{"output_type": "display_data", "metadata": {}, "data": {"image/png": base64.b64encode(content.getvalue()).decode()}}]
+    (folder / "executed.ipynb").write_text(json.dumps(executed))
+    sizes = []
+    for limit in (1_000_000, None):
+        monkeypatch.setattr(runner, "NOTEBOOK_BYTES", limit or sizes[0] - 1)
+        keep_outputs(notebook, folder / "executed.ipynb")
+        sizes.append(len(notebook.read_bytes()))
+    stored = base64.b64decode(json.loads(notebook.read_text())["cells"][-1]["outputs"][0]["data"]["image/png"])
+    assert sizes[1] < sizes[0] and Image.open(io.BytesIO(stored)).mode == "P"
 
 
 def test_notebooks_and_figures_that_are_too_large_are_refused(finished):
