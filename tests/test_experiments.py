@@ -1,4 +1,5 @@
 """Every experiment notebook runs at smoke scale and yields what the report needs."""
+import html
 import json
 
 import pytest
@@ -29,7 +30,7 @@ def test_results_hold_what_the_report_needs(smoke):
 
 def test_the_report_shows_the_run(smoke):
     output, results = smoke
-    page = report.build_report(output=output).read_text(encoding="utf-8")
+    page = html.unescape(report.build_report(output=output).read_text(encoding="utf-8"))
     for item in results["claims"]:
         assert item["claim"]["name"].split(",")[0] in page
     assert all(figure["caption"][:24] in page for figure in results["figures"])

@@ -513,8 +513,9 @@ record.save()'''
 
 def start_command(root, *arguments):
     """`privfl run` in a process of its own."""
-    command = [sys.executable, "-c", "from privfl.cli import main; raise SystemExit(main())", "run", *arguments,
-               "--root", str(root), "--scale", "smoke", "--no-report"]
+    code = ("import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background shell would have it ignored
+            "from privfl.cli import main; raise SystemExit(main())")
+    command = [sys.executable, "-c", code, "run", *arguments, "--root", str(root), "--scale", "smoke", "--no-report"]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
