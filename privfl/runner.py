@@ -661,23 +661,32 @@ def git_commit(
 FIGURE_BYTES = 100_000
 
 
+def _fewer_colours(
+    content: bytes,  # of a PNG file
+) -> bytes:
+    """The same picture with 256 colours, which a plot hardly misses."""
+    from PIL import Image
+    reduced = io.BytesIO()
+    Image.open(io.BytesIO(content)).convert("RGB").quantize(256).save(reduced, format="png", optimize=True)
+    return reduced.getvalue()
+
+
 def png_of(
     figure: Any,  # matplotlib Figure
     limit: int = FIGURE_BYTES,  # bytes
     dpi: float = 110.0,  # to begin with
 ) -> bytes:
     """A figure as PNG of at most `limit` bytes: 256 colours where that is enough, else lower resolution until it fits."""
-    from PIL import Image
     smallest = 0
     while dpi >= 30:
-        buffer, reduced = io.BytesIO(), io.BytesIO()
+        buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=dpi, bbox_inches="tight", facecolor="white", metadata={"Software": None})
         if buffer.tell() <= limit:
             return buffer.getvalue()
-        Image.open(buffer).convert("RGB").quantize(256).save(reduced, format="png", optimize=True)
-        if reduced.tell() <= limit:
-            return reduced.getvalue()
-        dpi, smallest = dpi * 0.85, reduced.tell()
+        reduced = _fewer_colours(buffer.getvalue())
+        if len(reduced) <= limit:
+            return reduced
+        dpi, smallest = dpi * 0.85, len(reduced)
     raise RunnerError(f"the figure has {smallest} bytes even at 30 dpi; {limit} are allowed: draw fewer images or points")
 
 
@@ -963,14 +972,6 @@ def scales_of(
     """The scales that the notebook's parameters cell lists behind `scale` ("one of smoke, quick"); all where it lists none."""
     return read_parameters(experiment.notebook)["scale"].choices or SCALES
 
-
-def _offers(
-    experiment: Experiment,  # whose notebook is there
-    scale: str,  # of SCALES
-) -> bool:
-    """Whether the experiment has this scale."""
-    return scale in scales_of(experiment)
-
 # %% ../nbs/00_core/12_runner.ipynb #d267d646
 def plan(
     names: Sequence[str] | None = None,  # experiments; None or empty = all that exist
@@ -986,16 +987,17 @@ def plan(
     base, listed = find_root(root), {item.name: item for item in list_experiments(root)}
     if scale not in SCALES:
         raise RunnerError(f"scale is {scale!r}; {suggest(scale, SCALES)}")
-    chosen = list(dict.fromkeys(names or [name for name, item in listed.items() if item.exists and _offers(item, scale)]))
-    if not (names or chosen) and any(item.exists for item in listed.values()):
+    offered = {name: scales_of(item) for name, item in listed.items() if item.exists and name in (names or listed)}
+    chosen = list(dict.fromkeys(names or [name for name, scales in offered.items() if scale in scales]))
+    if offered and not chosen:
         raise RunnerError(f"no experiment offers the scale {scale!r} yet; use a smaller one of {', '.join(SCALES)}")
     for name in chosen:
         if name not in listed:
             raise RunnerError(f"there is no experiment {name!r}; {suggest(name, listed)}")
         if not listed[name].exists:
             raise RunnerError(f"experiment {name!r} is not there yet (nbs/experiments/{name}.ipynb); `privfl list` shows those that are")
-        if not _offers(listed[name], scale):
-            raise RunnerError(f"experiment {name!r} has no scale {scale!r}; it offers {', '.join(scales_of(listed[name]))}")
+        if scale not in offered[name]:
+            raise RunnerError(f"experiment {name!r} has no scale {scale!r}; it offers {', '.join(offered[name])}")
     if seeds is not None and "seeds" in (parameters or {}):
         raise RunnerError("the number of seeds is given twice, as --seeds and as a parameter: give one of them")
     given = {**(parameters or {}), **({} if seeds is None else {"seeds": seeds})}
@@ -1012,12 +1014,12 @@ def plan(
 # %% ../nbs/00_core/12_runner.ipynb #a326e0e9
 def execute_run(
     job: str | os.PathLike,  # job.json, as `_start` wrote it
-    parent: int | None = None,  # process id of the runner; None: as job.json says
+    parent: int,  # process id of the runner
 ) -> int:  # 0 finished, 1 failed
     """Execute one run in this process; status.json says how it ended."""
     job = read_json(Path(job))
     folder = Path(job["folder"])
-    _watch_parent(job["parent"] if parent is None else parent)
+    _watch_parent(parent)
     with _locked(folder) as free:
         if not free:
             print("another run is using this folder", flush=True)
@@ -1199,10 +1201,9 @@ def _start(
     resume: bool,  # keep finished cells
     root: Path,  # project folder
 ) -> subprocess.Popen:
-    """Start the child process of a run; its output goes to log.txt."""
-    run.folder.mkdir(parents=True, exist_ok=True)
+    """Start the child process of a run in its folder, which is there; its output goes to log.txt."""
     job = {"notebook": str(run.notebook), "folder": str(run.folder), "parameters": run.parameters, "digest": run.digest,
-           "resume": resume, "cell_limit_s": run.cell_limit_s, "parent": os.getpid()}
+           "resume": resume, "cell_limit_s": run.cell_limit_s}
     write_json(run.folder / "job.json", job)
     write_json(run.folder / "status.json", {"state": "running", "reason": "", "asked": run.parameters, "digest": run.digest, "wall_s": 0})
     environment = {**os.environ, **dict.fromkeys(_ONE_THREAD, "1"), "PRIVFL_ROOT": str(root), "PRIVFL_RESUME": str(int(resume)),
@@ -1598,13 +1599,10 @@ def _with_fewer_colours(
     document: Mapping,  # a notebook; changed in place
 ) -> Mapping:
     """Its PNG outputs with 256 colours, where that makes them smaller."""
-    from PIL import Image
     for output in (output for cell in document["cells"] for output in cell.get("outputs", ())):
         if "image/png" in output.get("data", {}):
-            before, packed = base64.b64decode(output["data"]["image/png"]), io.BytesIO()
-            Image.open(io.BytesIO(before)).convert("RGB").quantize(256).save(packed, format="png", optimize=True)
-            if packed.tell() < len(before):
-                output["data"]["image/png"] = base64.b64encode(packed.getvalue()).decode()
+            before = base64.b64decode(output["data"]["image/png"])
+            output["data"]["image/png"] = base64.b64encode(min(before, _fewer_colours(before), key=len)).decode()
     return document
 
 # %% ../nbs/00_core/12_runner.ipynb #f593c2d8

@@ -465,10 +465,10 @@ def test_a_grid_has_a_folder_for_each_run_and_two_runs_never_share_one(tmp_path)
 def test_a_folder_in_use_is_left_alone(tmp_path):
     folder = tmp_path / "run"
     (folder / "cells").mkdir(parents=True)
-    write_json(folder / "job.json", {"folder": str(folder), "parent": os.getppid(), "resume": False, "parameters": {}})
+    write_json(folder / "job.json", {"folder": str(folder), "resume": False, "parameters": {}})
     with runner._locked(folder) as free, pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "_locked", lambda path, locked=runner._locked: locked(path, 0.0))
-        assert free and execute_run(folder / "job.json") == 2
+        assert free and execute_run(folder / "job.json", os.getppid()) == 2
     assert (folder / "cells").is_dir()
 
 
