@@ -24,7 +24,7 @@ setup(
     include_package_data=True,
     package_data={"privfl": ["py.typed", "assets/*"]},
     install_requires=config["requirements"].split(),
-    extras_require={"dev": config["dev_requirements"].split()},
+    extras_require={"dev": config["dev_requirements"].split(), "sionna": config["sionna_requirements"].split()},
     entry_points={
         "nbdev": [f"{config['lib_name']}={config['lib_name']}._modidx:d"],
         "console_scripts": config["console_scripts"].split(),

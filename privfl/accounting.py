@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, fields
-from math import ceil, exp, expm1, floor, inf, isfinite, isnan, log, log1p, log2, sqrt
+from math import ceil, exp, expm1, floor, inf, isfinite, log, log1p, log2, sqrt
 from typing import Any
 
 import dp_accounting as dpa
@@ -28,6 +28,7 @@ from dp_accounting.rdp.rdp_privacy_accountant import DEFAULT_RDP_ORDERS
 from scipy.special import ndtri_exp
 from tqdm import tqdm
 
+from .checks import as_array, between, choice, instance, positive, whole
 from .mechanisms import gaussian_sigma
 
 # %% ../nbs/00_core/04_accounting.ipynb #48365227
@@ -41,43 +42,15 @@ class BudgetExceeded(ValueError):
 
 def _check_neighbouring(neighbouring: str) -> str:
     "Refuses anything but the two relations."
-    if neighbouring not in NEIGHBOURING:
-        raise ValueError(f"neighbouring must be one of {NEIGHBOURING}, got {neighbouring!r}: "
-                         "'add_remove' has sensitivity C, 'replace_one' has 2C")
-    return neighbouring
+    return choice("neighbouring", neighbouring, NEIGHBOURING, ": 'add_remove' has sensitivity C, 'replace_one' has 2C")
 
 # %% ../nbs/00_core/04_accounting.ipynb #b68fedd9
-def _check_number(name: str, value, low: float, high: float, open_low=False, open_high=True) -> float:
-    "A finite float inside an interval, or a ValueError that says which interval."
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"{name} must be a number, got {value!r}") from None
-    below = number <= low if open_low else number < low
-    above = number >= high if open_high else number > high
-    if isnan(number) or below or above:
-        interval = f"{'(' if open_low else '['}{low:g}, {high:g}{')' if open_high else ']'}"
-        raise ValueError(f"{name} must lie in {interval}, got {value!r}")
-    return number
-
-
-def _check_count(name: str, value, low: int = 0) -> int:
-    "An integer of at least `low`."
-    try:
-        whole = not isinstance(value, (bool, np.bool_)) and int(value) == value and value >= low
-    except (TypeError, ValueError, OverflowError):  # None, nan, inf
-        whole = False
-    if not whole:
-        raise ValueError(f"{name} must be an integer of at least {low}, got {value!r}")
-    return int(value)
-
-# %% ../nbs/00_core/04_accounting.ipynb #5c7b47b8
 def l2_sensitivity(
     clip_norm: float,  # C > 0, the largest l2 norm of one unit's contribution to a sum
     neighbouring: str,  # "add_remove" or "replace_one"
 ) -> float:
     "How far a sum of clipped contributions moves between neighbours: C when a unit is added or removed, 2 C when it is replaced."
-    clip_norm = _check_number("clip_norm", clip_norm, 0, inf, open_low=True)
+    clip_norm = positive("clip_norm", clip_norm)
     return clip_norm * {"add_remove": 1.0, "replace_one": 2.0}[_check_neighbouring(neighbouring)]
 
 # %% ../nbs/00_core/04_accounting.ipynb #d753ea73
@@ -97,7 +70,7 @@ def pure_event(
     epsilon: float,  # >= 0, nats; inf is turned into NoPromise
 ) -> dpa.DpEvent:
     "A release that is (epsilon, 0)-private."
-    epsilon = _check_number("epsilon", epsilon, 0, inf, open_high=False)
+    epsilon = between("epsilon", epsilon, 0, inf)
     return NoPromise("its pure epsilon is infinite: a noise scale is 0") if epsilon == inf else PureEvent(epsilon)
 
 # %% ../nbs/00_core/04_accounting.ipynb #b8bf9056
@@ -106,8 +79,8 @@ def gaussian_event(
     sensitivity: float,  # l2, under the relation of the ledger, > 0: see `l2_sensitivity`
 ) -> dpa.DpEvent:
     "One Gaussian release: noise multiplier = sigma / sensitivity."
-    sigma = _check_number("sigma", sigma, 0, inf)
-    sensitivity = _check_number("sensitivity", sensitivity, 0, inf, open_low=True)
+    sigma = positive("sigma", sigma, zero=True)
+    sensitivity = positive("sensitivity", sensitivity)
     return dpa.GaussianDpEvent(sigma / sensitivity) if sigma else NoPromise("Gaussian noise with sigma = 0")
 
 
@@ -116,8 +89,8 @@ def laplace_event(
     sensitivity: float,  # l1, under the relation of the ledger, > 0
 ) -> dpa.DpEvent:
     "One Laplace release: noise multiplier = scale / l1 sensitivity."
-    scale = _check_number("scale", scale, 0, inf)
-    sensitivity = _check_number("sensitivity", sensitivity, 0, inf, open_low=True)
+    scale = positive("scale", scale, zero=True)
+    sensitivity = positive("sensitivity", sensitivity)
     return dpa.LaplaceDpEvent(scale / sensitivity) if scale else NoPromise("Laplace noise with scale = 0")
 
 # %% ../nbs/00_core/04_accounting.ipynb #5ef038df
@@ -126,8 +99,8 @@ def grouped_gaussian_event(
     sensitivities: Sequence[float] | float,  # (G,) if each group is clipped on its own; one number if the whole vector is
 ) -> dpa.DpEvent:
     "One Gaussian release with a standard deviation per group; equal to a plain Gaussian with one noise multiplier."
-    sigmas = np.array([_check_number("sigma", value, 0, inf) for value in np.ravel(sigmas)])
-    deltas = [_check_number("sensitivity", value, 0, inf, open_low=True) for value in np.ravel(sensitivities)]
+    sigmas = np.array([positive("sigma", value, zero=True) for value in np.ravel(as_array("sigmas", sigmas))])
+    deltas = [positive("sensitivity", value) for value in np.ravel(as_array("sensitivities", sensitivities))]
     joint = np.ndim(sensitivities) == 0
     if not len(sigmas) or not (joint or len(deltas) == len(sigmas)):
         raise ValueError(f"got {len(sigmas)} sigmas and {len(deltas)} sensitivities: give one sensitivity per group, "
@@ -147,10 +120,10 @@ def oneshot_laplace_epsilon(
     rounds: int = 1,  # number of releases, >= 0
 ) -> float:
     "Pure epsilon of oneshot Laplace top-k, indices and values: rounds * (2 k dmag / s1 + k dval / s2); inf for a scale of 0."
-    k, rounds = _check_count("k", k), _check_count("rounds", rounds)
-    scales = [_check_number(name, value, 0, inf, open_high=False)
+    k, rounds = whole("k", k, 0), whole("rounds", rounds, 0)
+    scales = [between(name, value, 0, inf)
               for name, value in (("index_scale", index_scale), ("value_scale", value_scale))]
-    deltas = [_check_number(name, value, 0, inf, open_low=True)
+    deltas = [positive(name, value)
               for name, value in (("magnitude_sensitivity", magnitude_sensitivity), ("value_sensitivity", value_sensitivity))]
     if k == 0 or rounds == 0:
         return 0.0
@@ -169,7 +142,8 @@ def poisson_sampled(
     rate: float,  # probability that a unit takes part, in [0, 1]
 ) -> dpa.DpEvent:
     "The event under Poisson sampling, for an attacker who does not see the sample; an empty sample is a release too."
-    rate = _check_number("rate", rate, 0, 1, open_high=False)
+    rate = between("rate", rate, 0, 1)
+    instance("event", event, dpa.DpEvent)
     return event if isinstance(event, dpa.NonPrivateDpEvent) and rate else dpa.PoissonSampledDpEvent(rate, event)
 
 
@@ -179,7 +153,8 @@ def sampled_without_replacement(
     sample: int,  # number of units drawn, 0 to population
 ) -> dpa.DpEvent:
     "The event on a fixed-size sample, for an attacker who does not see the sample; replace-one only."
-    population, sample = _check_count("population", population, 1), _check_count("sample", sample)
+    population, sample = whole("population", population), whole("sample", sample, 0)
+    instance("event", event, dpa.DpEvent)
     if sample > population:
         raise ValueError(f"cannot draw {sample} of {population} without replacement")
     return event if isinstance(event, dpa.NonPrivateDpEvent) and sample else dpa.SampledWithoutReplacementDpEvent(population, sample, event)
@@ -190,7 +165,7 @@ def _flatten(event: dpa.DpEvent, count: int) -> Iterator[tuple[dpa.DpEvent, int]
     if not isinstance(event, dpa.DpEvent):
         raise ValueError(f"an event is a dp_accounting.DpEvent, got {type(event).__name__}: build one with gaussian_event, laplace_event, ...")
     if isinstance(event, dpa.SelfComposedDpEvent):
-        yield from _flatten(event.event, count * _check_count("count", event.count))
+        yield from _flatten(event.event, count * whole("count", event.count, 0))
     elif isinstance(event, dpa.ComposedDpEvent):
         for part in event.events:
             yield from _flatten(part, count)
@@ -207,10 +182,10 @@ def merge_events(
 ) -> list[tuple[dpa.DpEvent, int]]:
     "Adds up the counts of equal events, so that each is computed once however often it happened."
     merged: dict[str, tuple[dpa.DpEvent, int]] = {}
-    for pair in events:
+    for pair in instance("events", events, Iterable, " of (event, count) pairs"):
         if not (isinstance(pair, tuple) and len(pair) == 2):
             raise ValueError(f"events are (event, count) pairs, got {pair!r}: write [(event, 1)] for a single release")
-        for event, count in _flatten(pair[0], _check_count("count", pair[1])):
+        for event, count in _flatten(pair[0], whole("count", pair[1], 0)):
             merged[repr(event)] = (event, merged.get(repr(event), (event, 0))[1] + count)
     return list(merged.values())
 
@@ -220,8 +195,8 @@ def gaussian_epsilon(
     delta: float,  # in [0, 1)
 ) -> float:
     "Exact epsilon of one Gaussian release at delta; inf without noise or at delta = 0."
-    noise_multiplier = _check_number("noise_multiplier", noise_multiplier, 0, inf, open_high=False)
-    delta = _check_number("delta", delta, 0, 1)
+    noise_multiplier = between("noise_multiplier", noise_multiplier, 0, inf)
+    delta = between("delta", delta, 0, 1, open_high=True)
     with _quiet():
         return float(dpa.get_epsilon_gaussian(noise_multiplier, delta))
 
@@ -240,9 +215,10 @@ def _quiet() -> Iterator[None]:
 # %% ../nbs/00_core/04_accounting.ipynb #27c27705
 def _check_event(event: dpa.DpEvent) -> None:
     "Refuses negative and missing noise multipliers and rates outside [0, 1], also inside a sampled event."
+    instance("event", event, dpa.DpEvent, ": build one with gaussian_event, laplace_event, ...")
     for field, high in (("noise_multiplier", inf), ("sampling_probability", 1.0), ("epsilon", inf)):
         if hasattr(event, field):
-            _check_number(f"{field} of {type(event).__name__}", getattr(event, field), 0, high, open_high=False)
+            between(f"{field} of {type(event).__name__}", getattr(event, field), 0, high)
     if hasattr(event, "event"):
         _check_event(event.event)
 
@@ -411,9 +387,8 @@ def compose(
     accountant: str = "auto",  # "auto": the tightest; "pld" or "rdp": that one alone, for comparison
 ) -> float:
     "Epsilon of all events together at delta, for parameters fixed in advance; inf where there is none. Raises `ValueError`."
-    delta, neighbouring = _check_number("delta", delta, 0, 1), _check_neighbouring(neighbouring)
-    if accountant not in ("auto", "pld", "rdp"):
-        raise ValueError(f"accountant must be 'auto', 'pld' or 'rdp', got {accountant!r}")
+    delta, neighbouring = between("delta", delta, 0, 1, open_high=True), _check_neighbouring(neighbouring)
+    choice("accountant", accountant, ("auto", "pld", "rdp"))
     events = merge_events(events)
     for event, _ in events:
         _check_event(event)
@@ -490,9 +465,7 @@ class _Entries:
         neighbouring: str,  # "add_remove" or "replace_one": the relation that all recorded sensitivities are under
         unit: str = "client",  # "client" or "example": what the clipping bounds
     ):
-        if unit not in UNITS:
-            raise ValueError(f"unit must be one of {UNITS}, got {unit!r}")
-        self.neighbouring, self.unit = _check_neighbouring(neighbouring), unit
+        self.neighbouring, self.unit = _check_neighbouring(neighbouring), choice("unit", unit, UNITS)
         self.entries: list[tuple[int | None, int, dpa.DpEvent, int]] = []
         self._events: dict[str, dpa.DpEvent] = {}
         self._counts: dict[int | None, Counter] = {}
@@ -505,8 +478,8 @@ class _Entries:
         count: int = 1,  # how often within this round
     ) -> None:
         "Adds a release; a bad one is refused and changes nothing. An empty batch that added noise is a release too."
-        client = None if client is None else _check_count("client", client)
-        round, count, merged = _check_count("round", round), _check_count("count", count, 1), merge_events([(event, count)])
+        client = None if client is None else whole("client", client, 0)
+        round, count, merged = whole("round", round, 0), whole("count", count), merge_events([(event, count)])
         for part, _ in merged:
             _check_event(part)
         self.entries.append((client, round, event, count))
@@ -525,6 +498,7 @@ class Ledger(_Entries):
 
     def events(self, client: int | None) -> list[tuple[dpa.DpEvent, int]]:
         "All (event, count) pairs that touched this client's data, the server's own included; equal ones merged."
+        client = None if client is None else whole("client", client, 0)
         counts = self._counts.get(client, Counter()) + (self._counts.get(None, Counter()) if client is not None else Counter())
         return [(self._events[key], count) for key, count in counts.items()]
 
@@ -555,7 +529,7 @@ class Ledger(_Entries):
 # %% ../nbs/00_core/04_accounting.ipynb #661544ef
 def _clipped_event(neighbouring: str, sigma: float | Sequence[float], clip_norm: float | Sequence[float]) -> dpa.DpEvent:
     "The event of clip + Gaussian: sensitivity 1 or 2 times each clip norm."
-    sensitivities = np.array([l2_sensitivity(value, neighbouring) for value in np.ravel(clip_norm)])
+    sensitivities = np.array([l2_sensitivity(value, neighbouring) for value in np.ravel(as_array("clip_norm", clip_norm))])
     return grouped_gaussian_event(sigma, sensitivities if np.ndim(clip_norm) else float(sensitivities[0]))
 
 
@@ -578,7 +552,8 @@ def _epsilon_of(ledger: Ledger, delta: float, client: int | None, runs: int) -> 
 
 def _account(ledger: Ledger, delta: float, client: int | None, runs: int) -> Account:
     "The largest epsilon over clients (or one client's); each history is composed once."
-    delta, runs = _check_number("delta", delta, 0, 1), _check_count("runs", runs, 1)
+    delta, runs = between("delta", delta, 0, 1, open_high=True), whole("runs", runs)
+    client = None if client is None else whole("client", client, 0)
     if client is not None and client not in ledger._counts:
         raise ValueError(f"client {client} is not in the ledger, which knows {ledger.clients()}")
     candidates = [client] if client is not None else [group[0] for group in _histories(ledger).values()]
@@ -592,7 +567,7 @@ def _table(ledger: Ledger, delta: float) -> pd.DataFrame:
     "Histories as rows: which clients, how many releases, epsilon, and the reason where there is none."
     rows = []
     for group in _histories(ledger).values():
-        epsilon, reason = _epsilon_of(ledger, _check_number("delta", delta, 0, 1), group[0], 1)
+        epsilon, reason = _epsilon_of(ledger, between("delta", delta, 0, 1, open_high=True), group[0], 1)
         releases = sum(count for _, count in ledger.events(group[0]))
         names = ", ".join("server" if client is None else str(client) for client in group[:6]) + (", ..." if len(group) > 6 else "")
         rows.append({"clients": names, "releases": releases, "epsilon": epsilon, "reason": reason})
@@ -603,7 +578,7 @@ class _Watcher:
     "Records an event (or several) for every upload of a round; its memory is the ledger, so a resumed run keeps its account."
 
     def __init__(self, ledger: Ledger, event_of: Callable | dpa.DpEvent):
-        self.ledger, self.event_of = ledger, event_of
+        self.ledger, self.event_of = ledger, instance("event_of", event_of, (Callable, dpa.DpEvent))
         self.state_dict, self.load_state_dict = ledger.state_dict, ledger.load_state_dict
 
     def __call__(self, state, uploads, round) -> None:
@@ -646,6 +621,8 @@ def promise_event(
 ) -> dpa.DpEvent:
     "The event of a defence's promise; NoPromise with the defence's own reason where it is heuristic or none."
     _check_neighbouring(neighbouring)
+    if not (hasattr(promise, "kind") and hasattr(promise, "reason")):
+        raise ValueError(f"promise is {type(promise).__name__}; it must have .kind and .reason, such as `client.promise()`")
     return promise.event(neighbouring) if promise.kind == "formal" else NoPromise(f"{promise.kind}: {promise.reason}")
 
 # %% ../nbs/00_core/04_accounting.ipynb #4b9a7ee5
@@ -658,7 +635,8 @@ def calibrate_noise_multiplier(
     accountant: str = "auto",  # as in `compose`
 ) -> float:
     "The smallest noise multiplier (up to the tolerance, never below it) whose events stay within epsilon at delta."
-    epsilon = _check_number("epsilon", epsilon, 0, inf, open_low=True)
+    epsilon, relative_tolerance = positive("epsilon", epsilon), positive("relative_tolerance", relative_tolerance)
+    instance("events_at", events_at, Callable)
     fits = lambda noise: compose(events_at(noise), delta, neighbouring, accountant) <= epsilon
     low, high = 1.0, 1.0
     while not fits(high):
@@ -720,7 +698,7 @@ class GaussianFilter(_Filter):
         epsilon: float,  # target, > 0
         delta: float,  # in (0, 1)
     ):
-        epsilon, delta = _check_number("epsilon", epsilon, 0, inf, open_low=True), _check_number("delta", delta, 0, 1, open_low=True)
+        epsilon, delta = positive("epsilon", epsilon), between("delta", delta, 0, 1, open_low=True, open_high=True)
         self.name, self.epsilon, self.delta, self.spent = "GDP filter", epsilon, delta, 0.0
         self.limit = gaussian_sigma(epsilon, delta, 1.0) ** -2
 
@@ -739,8 +717,8 @@ class RenyiFilter(_Filter):
         neighbouring: str,  # "add_remove" or "replace_one"
         order: float | None = None,  # > 1; None: the best order for Gaussian noise
     ):
-        epsilon, delta = _check_number("epsilon", epsilon, 0, inf, open_low=True), _check_number("delta", delta, 0, 1, open_low=True)
-        orders = np.linspace(1.01, 1024, 100_000) if order is None else np.array([_check_number("order", order, 1, inf, open_low=True)])
+        epsilon, delta = positive("epsilon", epsilon), between("delta", delta, 0, 1, open_low=True, open_high=True)
+        orders = np.linspace(1.01, 1024, 100_000) if order is None else np.array([between("order", order, 1, inf, open_low=True, open_high=True)])
         limits = epsilon - np.log1p(-1 / orders) + np.log(delta * orders) / (orders - 1)
         best = int(np.argmax(limits / orders))
         if limits[best] <= 0:
@@ -774,8 +752,8 @@ class Budget:
         unit: str = "client",  # "client" or "example"
         rule: str = "fixed",  # "fixed": parameters chosen in advance; "gdp", "renyi": noise may depend on earlier releases
     ):
-        self.epsilon = _check_number("epsilon", epsilon, 0, inf, open_low=True)
-        self.delta, self.rule = _check_number("delta", delta, 0, 1), rule
+        self.epsilon = positive("epsilon", epsilon)
+        self.delta, self.rule = between("delta", delta, 0, 1, open_high=True), rule
         self.ledger = Ledger(neighbouring, unit)
         self._rules: dict[int | None, Any] = {None: _new_rule(rule, self.epsilon, self.delta, neighbouring)}  # None: where new clients start
 
@@ -783,17 +761,17 @@ class Budget:
         "The rules that pay for a release: the client's own, or everybody's where the server releases."
         if client is None:
             return self._rules
-        client = _check_count("client", client)
+        client = whole("client", client, 0)
         return {client: self._rules.get(client) or deepcopy(self._rules[None])}
 
     def admits(self, client: int | None, event: dpa.DpEvent, count: int = 1) -> bool:
         "Whether this client (None: every client) can still afford the release; changes nothing."
-        count = _check_count("count", count, 1)
+        count = whole("count", count)
         return all(rule.admits(event, count) for rule in self._charged(client).values())
 
     def spend(self, client: int | None, round: int, event: dpa.DpEvent, count: int = 1) -> None:
         "Call before the mechanism runs: records the release (client None: on everybody's data), or raises BudgetExceeded and changes nothing."
-        rules, count = self._charged(client), _check_count("count", count, 1)
+        rules, count = self._charged(client), whole("count", count)
         if not all(rule.admits(event, count) for rule in rules.values()):
             who = "the server, for at least one client" if client is None else f"client {client}"
             raise BudgetExceeded(f"{who}, round {round}: {event} x {count} would overrun epsilon = {self.epsilon:g} "
@@ -836,8 +814,7 @@ class _FixedRule:
 
 def _new_rule(rule: str, epsilon: float, delta: float, neighbouring: str) -> Any:
     "A rule that has spent nothing."
-    if rule not in ("fixed", "gdp", "renyi"):
-        raise ValueError(f"rule must be 'fixed', 'gdp' or 'renyi', got {rule!r}")
+    choice("rule", rule, ("fixed", "gdp", "renyi"))
     if rule == "gdp":
         return GaussianFilter(epsilon, delta)
     return (_FixedRule if rule == "fixed" else RenyiFilter)(epsilon, delta, neighbouring)
@@ -848,13 +825,13 @@ def mask_delta_floor(
     num_different: int,  # coordinates in which the two neighbouring updates differ, >= 1
 ) -> float:
     "The smallest delta any promise about a random mask can have, at whatever epsilon: 1 - R^num_different."
-    masking_rate = _check_number("masking_rate", masking_rate, 0, 1, open_high=False)
-    num_different = _check_count("num_different", num_different, 1)
+    masking_rate = between("masking_rate", masking_rate, 0, 1)
+    num_different = whole("num_different", num_different)
     return 1.0 if masking_rate == 0 else float(-expm1(num_different * log(masking_rate)))
 
 
 def mask_event(masking_rate: float) -> NoPromise:
     "The event of a noiseless random mask: no promise, with the reason."
-    _check_number("masking_rate", masking_rate, 0, 1, open_high=False)
+    masking_rate = between("masking_rate", masking_rate, 0, 1)
     return NoPromise(f"a mask that hides {masking_rate:g} of the coordinates sends the others exactly, "
                      f"so delta >= 1 - {masking_rate:g}^d for updates that differ in d of them")

@@ -10,7 +10,7 @@ __all__ = ['clopper_pearson', 'ScoreAudit', 'audit_scores', 'epsilon_lower_bound
 # %% ../nbs/00_core/05_audit.ipynb #dba106f8
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import exp, inf, isfinite, nan
+from math import exp, inf, isfinite
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -20,26 +20,17 @@ from scipy.special import betaincinv, ndtri
 from scipy.stats import binom
 from tqdm import tqdm
 
+from .checks import as_array, between, finite, instance, positive, whole
+
 # %% ../nbs/00_core/05_audit.ipynb #4dece51f
-def _number(name: str, value, allowed: str, test: Callable[[float], bool]) -> float:
-    "A float that passes the test; NaN never does."
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = nan
-    if not test(number):
-        raise ValueError(f"{name} must lie in {allowed}, got {value!r}")
-    return number
-
-
 def clopper_pearson(
     hits: int | np.ndarray,  # successes, 0 <= hits <= trials
     trials: int | np.ndarray,  # >= 1
     alpha: float,  # error probability of each limit by itself, in (0, 1)
 ) -> tuple[np.ndarray, np.ndarray]:
     "Exact one-sided limits (low, up) for a probability: each is violated with probability at most alpha."
-    hits, trials = np.broadcast_arrays(np.asarray(hits, dtype=float), np.asarray(trials, dtype=float))
-    alpha = _number("alpha", alpha, "(0, 1), for instance 0.05", lambda number: 0 < number < 1)
+    hits, trials = np.broadcast_arrays(as_array("hits", hits), as_array("trials", trials))
+    alpha = between("alpha", alpha, 0, 1, True, True, ", for instance 0.05")
     if not (np.isfinite(trials) & (trials >= 1) & (hits >= 0) & (hits <= trials) & (np.floor(hits) == hits) & (np.floor(trials) == trials)).all():
         raise ValueError(f"hits and trials must be whole numbers with 0 <= hits <= trials and trials >= 1, got hits {hits} of trials {trials}: "
                          "count each run once")
@@ -50,8 +41,7 @@ def clopper_pearson(
 # %% ../nbs/00_core/05_audit.ipynb #2863e43c
 def _scores(values, name: str) -> np.ndarray:
     "A float64 vector from an array, a tensor or a list; NaN, emptiness and other shapes are refused."
-    values = values.detach().cpu().numpy() if hasattr(values, "detach") else values
-    scores = np.asarray(values, dtype=np.float64)
+    scores = as_array(name, values)
     if scores.ndim != 1 or scores.size == 0:
         raise ValueError(f"{name} must be one score per run, a vector of at least one entry; got shape {scores.shape}")
     if np.isnan(scores).any():
@@ -62,8 +52,8 @@ def _scores(values, name: str) -> np.ndarray:
 
 def _check_rates(delta, confidence) -> tuple[float, float]:
     "delta in [0, 1), confidence in (0, 1)."
-    return (_number("delta", delta, "[0, 1)", lambda number: 0 <= number < 1),
-            _number("confidence", confidence, "(0, 1), for instance 0.95", lambda number: 0 < number < 1))
+    return (between("delta", delta, 0, 1, open_high=True),
+            between("confidence", confidence, 0, 1, True, True, ", for instance 0.95"))
 
 # %% ../nbs/00_core/05_audit.ipynb #0ceff961
 def _log_ratio(numerator: np.ndarray, denominator: np.ndarray, delta: float) -> np.ndarray:
@@ -130,12 +120,12 @@ def audit_scores(
     scores_in, scores_out = _scores(scores_in, "scores_in"), _scores(scores_out, "scores_out")
     delta, confidence = _check_rates(delta, confidence)
     if threshold is not None:
-        threshold = _number("threshold", threshold, "[-inf, inf] (None: chosen from the scores)", lambda number: number == number)
+        threshold = between("threshold", threshold, -inf, inf, hint=", or None: chosen from the scores")
         # four events share four limits, each at alpha / 4
         hits, trials = _event_hits(np.sort(scores_in), np.sort(scores_out), np.array([threshold]))
         limits = _loss_limits(hits, trials, delta, (1 - confidence) / 2)
         return _found(limits[:, int(np.argmax(limits[0])), 0], int(np.argmax(limits[0])), threshold, trials, delta, confidence)
-    generator = np.random.default_rng(20_230_515) if generator is None else generator
+    generator = np.random.default_rng(20_230_515) if generator is None else instance("generator", generator, np.random.Generator)
     parts = [np.split(generator.permutation(scores), [len(scores) // 3]) for scores in (scores_in, scores_out)]
     if min(len(part[0]) for part in parts) == 0:
         return ScoreAudit(0.0, 0.0, inf, 0.0, "above", False, len(scores_in), len(scores_out), delta, confidence)
@@ -180,9 +170,10 @@ def mechanism_scores(
     sampler_a: Callable, sampler_b: Callable, num_samples: int, statistic: Callable, generator: Any, batch_size: int = 1_000_000
 ) -> tuple[np.ndarray, np.ndarray]:
     "The scores behind `audit_mechanism`, (num_samples,) for each input; a bar appears on a terminal when there are several batches."
-    if int(num_samples) != num_samples or num_samples < 1 or batch_size < 1:
-        raise ValueError(f"num_samples and batch_size must be integers of at least 1, got {num_samples!r} and {batch_size!r}")
-    sizes = [min(batch_size, num_samples - start) for start in range(0, int(num_samples), int(batch_size))]
+    num_samples, batch_size = whole("num_samples", num_samples), whole("batch_size", batch_size)
+    for name, function in (("sampler_a", sampler_a), ("sampler_b", sampler_b), ("statistic", statistic)):
+        instance(name, function, Callable)
+    sizes = [min(batch_size, num_samples - start) for start in range(0, num_samples, batch_size)]
     bar = tqdm([(sampler, size) for sampler in (sampler_a, sampler_b) for size in sizes], desc="sampling", disable=True if len(sizes) == 1 else None)
     batches = [_batch(sampler, size, statistic, generator) for sampler, size in bar]
     return np.concatenate(batches[:len(sizes)]), np.concatenate(batches[len(sizes):])
@@ -228,13 +219,13 @@ def one_run_p_value(
     delta: float = 0.0,  # in [0, 1)
 ) -> float:
     "Largest probability, under (epsilon, delta)-DP, of at least this many right guesses in one run."
-    counts = np.array([num_correct, num_guesses, num_canaries], dtype=float)
+    counts = np.array([float(as_array(name, count, ())) for name, count in (("num_correct", num_correct), ("num_guesses", num_guesses), ("num_canaries", num_canaries))])
     if not (np.isfinite(counts).all() and (counts == np.floor(counts)).all() and 0 <= counts[0] <= counts[1] <= counts[2] and counts[2] >= 1):
         raise ValueError("need whole numbers 0 <= correct <= guesses <= canaries and at least one canary, "
                          f"got {num_correct}, {num_guesses}, {num_canaries}: a canary without a guess is an abstention")
     num_correct, num_guesses, num_canaries = (int(count) for count in counts)
-    epsilon = _number("epsilon", epsilon, "[0, inf]", lambda number: number >= 0)
-    delta = _number("delta", delta, "[0, 1)", lambda number: 0 <= number < 1)
+    epsilon = between("epsilon", epsilon, 0, inf)
+    delta = between("delta", delta, 0, 1, open_high=True)
     success = 1 / (1 + exp(-epsilon))
     value = binom.sf(num_correct - 1, num_guesses, success)
     if delta > 0 and num_correct > 0:
@@ -267,7 +258,7 @@ def one_run_audit(
     included = np.asarray(included.detach().cpu().numpy() if hasattr(included, "detach") else included)
     if included.shape != scores.shape or included.dtype != bool:
         raise ValueError(f"included must be a bool vector of shape {scores.shape}, got {included.dtype} {included.shape}")
-    choices = np.ravel(np.asarray(num_guesses, dtype=float))
+    choices = np.ravel(as_array("num_guesses", num_guesses))
     if not choices.size or not ((choices >= 1) & (choices <= len(scores)) & (choices == np.floor(choices))).all():
         raise ValueError(f"num_guesses must be whole numbers in [1, {len(scores)}], got {num_guesses!r}")
     order, bounds = np.argsort(scores, kind="stable"), []
@@ -306,7 +297,7 @@ def _log_densities(log_density, points: np.ndarray, outputs: np.ndarray) -> np.n
     if not callable(log_density):
         raise ValueError(f"{type(log_density).__name__} has no log density: pass log_density(outputs, index) or a mechanism that has one; "
                          "audit_mechanism works from samples alone")
-    columns = [_numpy(log_density(outputs, np.full(len(outputs), index))) for index in range(len(points))]
+    columns = [as_array("the log density", log_density(outputs, np.full(len(outputs), index))) for index in range(len(points))]
     for index, column in enumerate(columns):
         if column.shape != (len(outputs),) or np.isnan(column).any() or (column == inf).any():
             raise ValueError(f"the log density at point {index} must be {len(outputs)} numbers below infinity, got shape {column.shape} "
@@ -314,16 +305,11 @@ def _log_densities(log_density, points: np.ndarray, outputs: np.ndarray) -> np.n
     return np.stack(columns, axis=1)
 
 
-def _numpy(values) -> np.ndarray:
-    "float64 array of an array or a tensor."
-    return np.asarray(values.detach().cpu().numpy() if hasattr(values, "detach") else values, dtype=np.float64)
-
-
 def _distances(distance, points: np.ndarray) -> np.ndarray:
     "Matrix (n, n) of distances: Euclidean, a function of the points, or given."
     if distance is None:
         return np.linalg.norm(points[:, None] - points[None], axis=-1)
-    matrix = _numpy(distance(points) if callable(distance) else distance)
+    matrix = as_array("distances", distance(points) if callable(distance) else distance)
     if matrix.shape != (len(points), len(points)) or not (matrix >= 0).all() or np.diag(matrix).any() or not np.allclose(matrix, matrix.T):
         raise ValueError(f"distances must be a symmetric ({len(points)}, {len(points)}) matrix of non-negative numbers "
                          f"with zeros on the diagonal, got shape {matrix.shape}")
@@ -339,13 +325,12 @@ def audit_metric_privacy(
     unit: str = "unit of the points",  # of the distances, for instance "metre"
 ) -> MetricAudit:
     "The largest log-density ratio over all pairs of points and all outputs, against epsilon times distance; exact."
-    points, outputs = _numpy(points), _numpy(outputs)
+    points, outputs = as_array("points", points), finite("outputs", outputs)
     if points.ndim != 2 or len(points) < 2 or outputs.ndim != 2 or not len(outputs):
         raise ValueError(f"need points (n, d) with n >= 2 and outputs (m, d), got {points.shape} and {outputs.shape}")
     if not np.isfinite(points).all():
         raise ValueError(f"points must be finite, got {int((~np.isfinite(points)).sum())} NaN or infinite of {points.size}: leave such points out")
-    if not (isfinite(epsilon) and epsilon > 0):
-        raise ValueError(f"epsilon must be positive and finite, in 1/{unit}, got {epsilon!r}")
+    epsilon = positive("epsilon", epsilon, hint=f", in 1/{unit}")
     logs, distances = _log_densities(log_density, points, outputs), _distances(distance, points)
     ratios, where = _largest_ratios(logs)
     excess = ratios - epsilon * distances
@@ -377,7 +362,7 @@ def probe_outputs(
     num_directions: int = 16,  # on each circle
 ) -> np.ndarray:
     "Outputs (m, 2) to look at: the points, circles around each, and points behind each on the line through every other."
-    points, radii = _numpy(points), np.asarray(radii, dtype=float)
+    points, radii, num_directions = as_array("points", points), as_array("radii", radii), whole("num_directions", num_directions)
     if radii.ndim != 1 or not radii.size or not (np.isfinite(radii) & (radii > 0)).all():
         raise ValueError(f"radii must be a list of positive, finite numbers in the points' unit, got {radii.tolist()}")
     if points.ndim != 2 or points.shape[1] != 2 or not np.isfinite(points).all():
@@ -399,6 +384,8 @@ def plot_epsilons(
     axes: Any = None,  # matplotlib axes; None: new ones
 ) -> Any:
     "Claimed, accounted and audited epsilon side by side; the bar runs from the audited lower bound to the upper limit of the audited event."
+    claimed, accounted = as_array("claimed", claimed, ("n",)), as_array("accounted", accounted, ("n",))
+    instance("names", names, Sequence), instance("audited", audited, (Sequence, np.ndarray))
     if not len(names) == len(claimed) == len(accounted) == len(audited) or not len(names):
         raise ValueError(f"need one claim, account and audit for each name, got {len(names)}, {len(claimed)}, {len(accounted)}, {len(audited)}")
     axes = plt.subplots()[1] if axes is None else axes

@@ -98,7 +98,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"privfl {_version()}")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--root", metavar="FOLDER", help="project folder, which holds nbs/experiments (default: found)")
-    common.add_argument("--output", metavar="FOLDER", default="_reports", help="folder of runs and report (default: _reports)")
+    common.add_argument("--output", metavar="FOLDER", default="_reports", help="folder of runs and report, relative to the project folder (default: _reports)")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_run(commands, common)
     _add_others(commands, common)
@@ -247,7 +247,8 @@ def main(
         print(f"privfl: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"privfl: {error.strerror or error}{': ' + Path(error.filename).name if error.filename else ''}", file=sys.stderr)
+        hint = "; choose a folder that you may write to (--output), or change its permissions" if isinstance(error, PermissionError) else ""
+        print(f"privfl: {error.strerror or error}{': ' + Path(error.filename).name if error.filename else ''}{hint}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("privfl: interrupted; finished work is kept, go on with --resume", file=sys.stderr)

@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['PATCH_ATTEMPTS', 'ATTENTION_ATTEMPTS', 'cut_patches', 'join_patches', 'least_squares',
            'patches_from_position_gradient', 'condition_number', 'april_closed_form', 'patches_from_tokens',
-           'Completion', 'complete_low_rank', 'complete_with_retries', 'patches_by_completion', 'april_completion',
-           'patches_from_row_space', 'rank1_inputs', 'union_over_rounds', 'equations_per_unknown']
+           'Completion', 'complete_low_rank', 'complete_with_retries', 'patches_by_completion', 'complete_april',
+           'april_completion', 'patches_from_row_space', 'rank1_inputs', 'union_over_rounds', 'equations_per_unknown']
 
 # %% ../nbs/00_core/10_closed_forms.ipynb #fe74d641
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -153,7 +153,7 @@ class Completion:
     matrix: Tensor  # (m, n) float64, all entries
     residual: float  # relative misfit on the seen entries, after balancing
     steps: int  # alternating steps and Gauss-Newton rounds spent
-    success: bool = False  # residual below the tolerance: what the attacker can see of success
+    success: bool = False  # residual below the tolerance; from `patches_by_completion` also that every column shows as many entries as the rank
 
 
 def _solve_rows(target: Tensor, seen: Tensor, factor: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
@@ -361,7 +361,10 @@ def patches_by_completion(
     _check_solvable(position)
     tolerance = _tolerance(position_gradient if tolerance is None else position, tolerance)
     done = complete_with_retries(torch.cat([position.T, patch], 1), joint_mask, len(position), attempts, tolerance)
-    return least_squares(done.matrix[:, : len(position)], done.matrix[:, len(position) :]), done
+    rows, columns = (joint_mask.sum(axis) >= len(position) for axis in (1, 0))  # those that show enough to be determined
+    determined = bool(columns.all()) and int(rows.sum()) >= len(position)
+    matrix = done.matrix[rows] if determined else done.matrix
+    return least_squares(matrix[:, : len(position)], matrix[:, len(position) :]), replace(done, success=done.success and determined)
 
 
 def _check_countable(mask: Tensor, rank: int) -> None:
@@ -372,7 +375,7 @@ def _check_countable(mask: Tensor, rank: int) -> None:
                          f"{rank} has {unknowns} unknowns: no completion is unique; the masking rate is too high for this form")
 
 # %% ../nbs/00_core/10_closed_forms.ipynb #f81ae5d0
-def april_completion(
+def complete_april(
     position_gradient: Tensor,  # (p, e); entries with mask False are ignored
     weights: Tensor,  # (3, e, e) of the first attention, known
     weight_gradients: Tensor,  # (3, e, e); entries with mask False are ignored
@@ -380,8 +383,8 @@ def april_completion(
     weight_masks: Tensor,  # (3, e, e) bool, True = shared
     tolerance: float | None = None,  # on the misfit; None: the rounding of the upload's dtype, 1e-11 at least
     attempts: Sequence[tuple[float, float, int]] = ATTENTION_ATTEMPTS,  # (row_power, column_power, steps), tried in turn
-) -> Tensor:  # (p, e) float64, the tokens that entered the first attention
-    "APRIL under random selection with known masks: rank-p completion of the q, k, v gradients, then token-wise solves."
+) -> tuple[Tensor, float]:  # tokens (p, e) float64, and the relative misfit of the shared position gradient
+    "`april_completion`, and how well its equations hold: on another block than APRIL's they do not."
     position_mask, weight_masks = _checked_mask("position_mask", position_mask, position_gradient), _checked_mask("weight_masks", weight_masks, weight_gradients)
     tolerance = _tolerance(weight_gradients, tolerance)
     position, weights, slopes = _checked_attention(torch.where(position_mask, position_gradient, 0.0), weights,
@@ -397,8 +400,22 @@ def april_completion(
     right = torch.einsum("noi,noj->ij", weights, full.reshape(3, width, width))
     basis = torch.linalg.svd(full / full.norm(dim=1, keepdim=True).clamp_min(1e-300), full_matrices=False)[2][:count]
     known = right @ basis.T
-    columns = [least_squares(known[seen], row[seen, None]) for row, seen in zip(position, position_mask)]
-    return least_squares(torch.cat(columns, 1), basis)
+    columns = torch.cat([least_squares(known[seen], row[seen, None]) for row, seen in zip(position, position_mask)], 1)
+    misfit = ((known @ columns).T - position) * position_mask
+    return least_squares(columns, basis), float(misfit.norm() / position.norm().clamp_min(1e-300))
+
+# %% ../nbs/00_core/10_closed_forms.ipynb #3a182a6a
+def april_completion(
+    position_gradient: Tensor,  # (p, e); entries with mask False are ignored
+    weights: Tensor,  # (3, e, e) of the first attention, known
+    weight_gradients: Tensor,  # (3, e, e); entries with mask False are ignored
+    position_mask: Tensor,  # (p, e) bool, True = shared
+    weight_masks: Tensor,  # (3, e, e) bool, True = shared
+    tolerance: float | None = None,  # on the misfit; None: the rounding of the upload's dtype, 1e-11 at least
+    attempts: Sequence[tuple[float, float, int]] = ATTENTION_ATTEMPTS,  # (row_power, column_power, steps), tried in turn
+) -> Tensor:  # (p, e) float64, the tokens that entered the first attention
+    "APRIL under random selection with known masks: rank-p completion of the q, k, v gradients, then token-wise solves."
+    return complete_april(position_gradient, weights, weight_gradients, position_mask, weight_masks, tolerance, attempts)[0]
 
 # %% ../nbs/00_core/10_closed_forms.ipynb #d2c7a0eb
 def patches_from_row_space(

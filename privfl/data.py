@@ -14,7 +14,6 @@ __all__ = ['LOG', 'REMEDY', 'STALL_S', 'CIFAR10_CLASSES', 'CIFAR10_SUBSET_CHECKS
 import hashlib
 import logging
 import math
-import numbers
 import os
 import shutil
 import tempfile
@@ -30,6 +29,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+
+from .checks import positive, whole
 
 # %% ../nbs/00_core/07_data.ipynb #ab2d49cd
 LOG = logging.getLogger("privfl")
@@ -172,15 +173,6 @@ def to_unit_images(
     return torch.from_numpy(np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))).float() / 255
 
 # %% ../nbs/00_core/07_data.ipynb #a5a1e107
-def _whole(name: str, value: int | None, low: int, or_none: bool = False) -> int | None:
-    "A whole number of at least `low`, or None where that is allowed."
-    if value is None and or_none:
-        return None
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < low:
-        raise ValueError(f"{name} is {value!r}; give a whole number of at least {low}" + (", or None for all" if or_none else ""))
-    return int(value)
-
-# %% ../nbs/00_core/07_data.ipynb #c1adf49f
 def balanced_subset(
     labels: np.ndarray,  # (N,) integer classes
     count: int | None,  # how many to take; None = all
@@ -188,7 +180,8 @@ def balanced_subset(
     "The first examples of each class in turn: as balanced as the labels allow, nested, the same every time."
     if count is None:
         return np.arange(len(labels))
-    if _whole("count", count, 1) > len(labels):
+    count = whole("count", count, hint=", or None for all")
+    if count > len(labels):
         raise ValueError(f"asked for {count} examples, but there are {len(labels)}; ask for fewer, or None for all")
     order = np.argsort(labels, kind="stable")
     starts = np.searchsorted(labels[order], labels[order], side="left")
@@ -428,7 +421,7 @@ def load_cifar10(
     num_test: int | None = None,  # test images, likewise
 ) -> Images:
     "CIFAR-10 from a data folder, else by download, else digits that say so in `source`, `fallback` and the log."
-    num_train, num_test = _whole("num_train", num_train, 1, or_none=True), _whole("num_test", num_test, 1, or_none=True)
+    num_train, num_test = (None if n is None else whole(name, n, hint=", or None for all") for name, n in (("num_train", num_train), ("num_test", num_test)))
     found = []
     for arrays, source in _cifar10_sources():
         if len(arrays["y_train"]) >= (num_train or 1) and len(arrays["y_test"]) >= (num_test or 1):
@@ -461,7 +454,8 @@ def load_photographs(
     size: int = 64,  # pixels, height and width of each crop; at most 300
 ) -> Tensor:  # (6, 3, size, size) float32 in [0, 1], in the order of PHOTOGRAPHS
     "The central square of each of six real photographs, reduced with antialiasing; the same on every machine."
-    if _whole("size", size, 1) > 300:
+    size = whole("size", size)
+    if size > 300:
         raise ValueError(f"size is {size}; give at most 300 pixels, the shortest side of the photographs")
     crops = []
     for name in PHOTOGRAPHS:
@@ -481,7 +475,7 @@ def load_faces(
     num_test: int | None = None,  # test images, of other people; None = all
 ) -> Images:
     "Real faces, 64 x 64: numbers may be published, pictures never (`showable` is False); `DataNotFound` where there are none."
-    num_train, num_test = _whole("num_train", num_train, 1, or_none=True), _whole("num_test", num_test, 1, or_none=True)
+    num_train, num_test = (None if n is None else whole(name, n, hint=", or None for all") for name, n in (("num_train", num_train), ("num_test", num_test)))
     if (path := find_data("faces_64_2k.npz")) is None:
         raise DataNotFound("faces_64_2k.npz is neither in PRIVFL_DATA nor in .data/, and privfl cannot ship or download it. "
                            "Put it there (x uint8 (N, 64, 64, 3), identity (N,)), or use load_photographs for pictures.")
@@ -494,17 +488,17 @@ def load_faces(
     return images_from_arrays(arrays, num_train, num_test, names, "faces, 64x64 (file faces_64_2k.npz)", showable=False)
 
 # %% ../nbs/00_core/07_data.ipynb #0172538c
-def _check_partition(num_examples: int, num_clients: int, min_size: int, generator: torch.Generator) -> None:
-    "Raise `ValueError` when the clients cannot be served, or when randomness would come from a global generator."
-    _whole("num_examples", num_examples, 1)
-    _whole("num_clients", num_clients, 1)
-    _whole("min_size", min_size, 0)
+def _check_partition(num_examples: int, num_clients: int, min_size: int, generator: torch.Generator) -> tuple[int, int]:
+    "Number of clients and least size as whole numbers. Raise `ValueError` when the clients cannot be served, or when randomness would come from a global generator."
+    whole("num_examples", num_examples)
+    num_clients, min_size = whole("num_clients", num_clients), whole("min_size", min_size, 0)
     if num_clients * min_size > num_examples:
         raise ValueError(f"{num_clients} clients with at least {min_size} examples each need {num_clients * min_size}, "
                          f"but there are {num_examples}; use fewer clients, more examples or a smaller min_size")
     if not isinstance(generator, torch.Generator):
         raise ValueError(f"generator is a {type(generator).__name__}; give a torch.Generator, "
                          "for example Streams(seed).torch('partition'); the global one is never used")
+    return num_clients, min_size
 
 
 def partition_iid(
@@ -513,8 +507,8 @@ def partition_iid(
     generator: torch.Generator,  # CPU
 ) -> list[Tensor]:  # K int64 tensors, ascending, sizes differ by at most 1
     "Deal the examples out at random and evenly."
-    _check_partition(num_examples, num_clients, 1, generator)
-    order = torch.randperm(num_examples, generator=generator)
+    num_clients, _ = _check_partition(num_examples, num_clients, 1, generator)
+    order = torch.randperm(int(num_examples), generator=generator)
     return [part.sort().values for part in torch.tensor_split(order, num_clients)]
 
 # %% ../nbs/00_core/07_data.ipynb #0319c20f
@@ -552,10 +546,9 @@ def partition_dirichlet(
     labels = torch.as_tensor(labels)
     if labels.ndim != 1 or labels.is_floating_point() or len(labels) == 0:
         raise ValueError(f"labels are {labels.dtype} {tuple(labels.shape)}; give integers of shape (N,), N >= 1")
-    if not (math.isfinite(alpha) and alpha > 0):
-        raise ValueError(f"alpha is {alpha}; give a positive number, 0.1 for skewed clients, 100 for nearly even ones")
-    _whole("max_tries", max_tries, 1)
-    _check_partition(len(labels), num_clients, min_size, generator)
+    alpha = positive("alpha", alpha, hint=": 0.1 for skewed clients, 100 for nearly even ones")
+    max_tries = whole("max_tries", max_tries)
+    num_clients, min_size = _check_partition(len(labels), num_clients, min_size, generator)
     labels = labels.cpu().numpy()
     dealer = np.random.default_rng(int(torch.randint(2**62, (), generator=generator)))
     for _ in range(max_tries):
@@ -576,5 +569,5 @@ def label_counts(
     "How many examples of each class each client holds."
     if labels.dim() != 1 or labels.is_floating_point() or labels.dtype == torch.bool or len(labels) == 0 or labels.min() < 0:
         raise ValueError(f"labels are {labels.dtype} of shape {tuple(labels.shape)}; give integer classes >= 0 of shape (N,), N >= 1")
-    num_classes = int(labels.max()) + 1 if num_classes is None else _whole("num_classes", num_classes, int(labels.max()) + 1)
+    num_classes = int(labels.max()) + 1 if num_classes is None else whole("num_classes", num_classes, int(labels.max()) + 1)
     return torch.stack([torch.bincount(labels[part], minlength=num_classes) for part in partition])

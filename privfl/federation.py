@@ -10,7 +10,6 @@ __all__ = ['logger', 'BUFFER', 'Upload', 'contributors', 'GlobalState', 'Context
 # %% ../nbs/00_core/08_federation.ipynb #3a3d2969
 import copy
 import logging
-import operator
 import os
 import threading
 import types
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
+from .checks import between, positive, whole
 from .mechanisms import add_gaussian_noise
 from .randomness import Streams
 from .update import Layout, UpdateError, average_buffers, buffers_of, check_update, clip_by_norm, load_buffers
@@ -122,31 +122,6 @@ def _gaussian_event(promise: Promise, neighbouring: str):
 
     return GaussianDpEvent(promise.noise_ratio / sensitivities[neighbouring])
 
-# %% ../nbs/00_core/08_federation.ipynb #f9edb804
-def _whole(name: str, value: int, lowest: int = 1, otherwise: str = "") -> None:
-    "Refuses what is no whole number from `lowest` on: fractions, NaN, booleans, text, None."
-    try:
-        fine = not _is_flag(value) and operator.index(value) >= lowest
-    except TypeError:
-        fine = False
-    if not fine:
-        raise ValueError(f"{name} is {value!r}; it must be a whole number, at least {lowest}{otherwise}")
-
-
-def _positive(name: str, value: float, zero: bool = False) -> None:
-    "Refuses what is no finite number above zero (or from zero on): NaN, infinity, booleans, text, None."
-    try:
-        fine = not _is_flag(value) and bool(0 < value < float("inf") or (zero and value == 0))
-    except (TypeError, ValueError, RuntimeError):
-        fine = False
-    if not fine:
-        raise ValueError(f"{name} is {value!r}; it must be a finite number {'of at least' if zero else 'above'} 0")
-
-
-def _is_flag(value) -> bool:
-    "True for booleans of Python, NumPy and torch."
-    return str(getattr(value, "dtype", type(value).__name__)).endswith("bool")
-
 # %% ../nbs/00_core/08_federation.ipynb #95986813
 @dataclass(frozen=True)
 class Clip:
@@ -158,7 +133,7 @@ class Clip:
     blind_side_tensors = True  # sends nothing beside the update that depends on the data
 
     def __post_init__(self):
-        _positive("clip_norm", self.clip_norm)
+        object.__setattr__(self, "clip_norm", positive("clip_norm", self.clip_norm))
 
     @property
     def promise(self) -> Promise:
@@ -260,8 +235,8 @@ def batches(
     size = num_examples if batch_size is None else min(batch_size, num_examples)
     steps = local_epochs * -(-num_examples // size) if local_steps is None else local_steps
     while steps > 0:
-        whole = torch.arange(num_examples) if size == num_examples else torch.randperm(num_examples, generator=generator)
-        for batch in whole.split(size)[:steps]:
+        order = torch.arange(num_examples) if size == num_examples else torch.randperm(num_examples, generator=generator)
+        for batch in order.split(size)[:steps]:
             steps -= 1
             yield batch
 
@@ -344,19 +319,12 @@ def _check_client(client: ClientSettings) -> None:
         raise ValueError(f"{who}: {len(client.inputs)} inputs but {len(client.targets)} targets; give one per example")
     for name in ("batch_size", "local_steps", "local_epochs"):
         if getattr(client, name) is not None:
-            _whole(f"{who}: {name}", getattr(client, name))
+            setattr(client, name, whole(f"{who}: {name}", getattr(client, name)))
     if client.local_epochs is None and client.local_steps is None and client.algorithm == "fedavg":
         raise ValueError(f"{who}: local_steps and local_epochs are both None; give one of them, at least 1")
-    _positive(f"{who}: learning_rate", client.learning_rate)
-    _check_momentum(f"{who}: momentum", client.momentum)
+    client.learning_rate = positive(f"{who}: learning_rate", client.learning_rate)
+    client.momentum = between(f"{who}: momentum", client.momentum, 0, 1, open_high=True)
     _check_model(client.model, client.training)
-
-
-def _check_momentum(name: str, momentum: float) -> None:
-    "Refuses what is not in [0, 1)."
-    _positive(name, momentum, zero=True)
-    if not momentum < 1:
-        raise ValueError(f"{name} is {momentum}; it must be in [0, 1)")
 
 # %% ../nbs/00_core/08_federation.ipynb #bb9d3ea3
 def _gradient(client: Client, model: nn.Module, state: GlobalState, memory: dict, streams: Streams, round: int) -> Tensor:
@@ -550,20 +518,18 @@ def _check_mean(mean: Tensor, uploads: Sequence[Upload], state: GlobalState) -> 
 # %% ../nbs/00_core/08_federation.ipynb #8081086e
 def _check_server(server: Server) -> None:
     "Refuses settings that cannot work."
-    _check_momentum("momentum", server.momentum)
+    server.momentum = between("momentum", server.momentum, 0, 1, open_high=True)
     if not callable(server.learning_rate):
-        _positive("learning_rate", server.learning_rate)
+        server.learning_rate = positive("learning_rate", server.learning_rate)
     if server.clients_per_round is not None:
-        _whole("clients_per_round", server.clients_per_round, otherwise=", or None for all")
+        server.clients_per_round = whole("clients_per_round", server.clients_per_round, hint=", or None for all")
 
 
 def _rate(server: Server, round: int) -> float:
     "The server's learning rate in a round; a schedule may return 0, and then the round moves no weight."
     if not callable(server.learning_rate):
         return server.learning_rate
-    rate = server.learning_rate(round)
-    _positive(f"round {round}: the value of the server's learning_rate", rate, zero=True)
-    return rate
+    return positive(f"round {round}: the value of the server's learning_rate", server.learning_rate(round), zero=True)
 
 
 def _sample(count: int | None, round: int, num_clients: int, streams: Streams) -> list[int]:
@@ -780,11 +746,8 @@ def _begin(server: Server, clients: Sequence[Client], rounds: int, seed: int, ch
     return _Progress(settings, state, saved["clients"], _remember(observers))
 
 # %% ../nbs/00_core/08_federation.ipynb #bd75a4ab
-def _check_run(server: Server, clients: Sequence[Client], rounds: int, workers: int, every: int = 1) -> list[Client]:
+def _checked_clients(server: Server, clients: Sequence[Client]) -> list[Client]:
     "The clients sorted by id; refuses what cannot run."
-    _whole("rounds", rounds, 0)
-    _whole("workers", workers, 0)
-    _whole("checkpoint_every", every)
     if not isinstance(server, Server):
         raise ValueError(f"server is {server!r}; it must be a Server")
     clients = _list_of("clients", clients, lambda client: isinstance(client, Client), "a Client")
@@ -854,7 +817,8 @@ def run(
     checkpoint_every: int = 1,  # write after each so many rounds, and at the end
 ) -> GlobalState:  # after the last round
     "Federated training, resumable to the same bits; an error or Ctrl-C keeps every finished round."
-    clients, streams = _check_run(server, clients, rounds, workers, checkpoint_every), Streams(seed)
+    rounds, workers, checkpoint_every = whole("rounds", rounds, 0), whole("workers", workers, 0), whole("checkpoint_every", checkpoint_every)
+    clients, streams = _checked_clients(server, clients), Streams(seed)
     observers = _list_of("observers", observers, callable, "a function of (state, uploads, round)")
     progress = _begin(server, clients, rounds, seed, checkpoint, observers)
     saved = progress.state.round

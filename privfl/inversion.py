@@ -18,6 +18,7 @@ from torch.func import functional_call, grad, grad_and_value, vmap
 from torch.nn import functional as F
 from tqdm import tqdm
 
+from .checks import instance, positive, whole
 from .closed_forms import april_closed_form, april_completion, patches_from_position_gradient, rank1_inputs
 from .update import Layout
 
@@ -55,7 +56,7 @@ def upload_function(
     functional: bool = False,  # True: for use inside `torch.func` transforms; False: ordinary autograd, quicker alone
 ) -> Callable[[Tensor, Tensor], Tensor]:  # (images (N, C, H, W), labels (N,)) -> (d,), differentiable in the images
     "What an honest client uploads, as a differentiable function of its batch."
-    _check_local(local_steps, local_learning_rate, local_batch_size)
+    local_steps, local_learning_rate, local_batch_size = _checked_local(local_steps, local_learning_rate, local_batch_size)
     model, layout = deepcopy(_checked_model(model)).eval(), Layout.of(model)
     frozen = {name: value.detach() for name, value in [*model.named_parameters(), *model.named_buffers()]}
     start = {name: frozen.pop(name).requires_grad_(not functional) for name in layout.names}
@@ -99,39 +100,17 @@ def _cyclic(step: int, size: int | None, count: int) -> list[int] | slice:
     return [(step * size + offset) % count for offset in range(size)]
 
 # %% ../nbs/00_core/09_inversion.ipynb #ced67385
-def _whole(name: str, value: int, lowest: int = 1) -> int:
-    "A whole number that is not below `lowest`; infinity, NaN, fractions, booleans and text are refused."
-    try:
-        exact = not isinstance(value, bool) and int(value) == value
-    except (TypeError, ValueError, OverflowError):
-        exact = False
-    if not exact or value < lowest:
-        raise ValueError(f"{name} is {value!r}; give a whole number >= {lowest}")
-    return int(value)
-
-
-def _positive(name: str, value: float, zero: bool = False) -> float:
-    "A finite number above zero, or from zero on."
-    try:
-        fine = not isinstance(value, bool) and (0 < value < float("inf") or (zero and value == 0))
-    except TypeError:
-        fine = False
-    if not fine:
-        raise ValueError(f"{name} is {value!r}; give a finite number {'>=' if zero else '>'} 0")
-    return float(value)
-
-
-def _check_local(local_steps: int | None, local_learning_rate: float | None, local_batch_size: int | None) -> None:
-    "Refuses local steps without a step size, and the reverse."
+def _checked_local(local_steps: int | None, local_learning_rate: float | None, local_batch_size: int | None) -> tuple:
+    "The three as plain numbers or None; refuses local steps without a step size, and the reverse."
     if local_steps is None:
         if local_learning_rate is not None or local_batch_size is not None:
             raise ValueError("local_learning_rate and local_batch_size need local_steps; "
                              "leave all three at None for a shared gradient (FedSGD)")
-        return
-    _whole("local_steps (None for a shared gradient)", local_steps)
-    _positive(f"local_learning_rate of {local_steps} local steps", local_learning_rate)
+        return None, None, None
+    local_steps = whole("local_steps", local_steps, hint=", or None for a shared gradient")
     if local_batch_size is not None:
-        _whole("local_batch_size (None for the whole batch)", local_batch_size)
+        local_batch_size = whole("local_batch_size", local_batch_size, hint=", or None for the whole batch")
+    return local_steps, positive(f"local_learning_rate of {local_steps} local steps", local_learning_rate), local_batch_size
 
 # %% ../nbs/00_core/09_inversion.ipynb #6f41124e
 def _checked_model(model: nn.Module) -> nn.Module:
@@ -170,9 +149,18 @@ def cosine_distance(
     mask: Tensor | None = None,  # (d,) bool or 0/1: compare only there; None: everywhere
 ) -> Tensor:  # scalar in [0, 2]; 1 where either vector is zero
     "One minus the cosine of the angle between two uploads; finite, with a finite derivative, at zero vectors too."
-    shapes = [tuple(value.shape) for value in (candidate, target, mask) if value is not None]
+    given = [("candidate", candidate), ("target", target), *([] if mask is None else [("mask", mask)])]
+    shapes = [tuple(instance(name, value, Tensor, " (d,)").shape) for name, value in given]
     if candidate.ndim != 1 or len(set(shapes)) != 1:
         raise ValueError(f"candidate, target and mask are {shapes}; give vectors of one length (d,)")
+    for name, value in given[:2]:
+        if not torch.isfinite(value if mask is None else torch.where(mask.bool(), value, 0)).all():
+            raise ValueError(f"{name} holds NaN or infinity where it is compared: a broken upload has no direction, drop it")
+    return _cosine_distance(candidate, target, mask)
+
+
+def _cosine_distance(candidate: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:
+    "The distance without a look at the values, for use inside `vmap` and a search, which leaves NaN behind by itself."
     if mask is not None:
         candidate, target = candidate * mask, torch.where(mask.bool(), target, torch.zeros_like(target))
     length = torch.linalg.vector_norm(target.detach())
@@ -197,8 +185,8 @@ def step_decay(
     steps: int,  # length of the run
 ) -> float:  # 1, 0.1, 0.01 or 0.001
     "Factor on the learning rate: a tenth of itself at 3/8, 5/8 and 7/8 of the run."
-    if not 0 <= step < _whole("steps", steps):
-        raise ValueError(f"step is {step} of {steps}; give 0 <= step < steps")
+    steps = whole("steps", steps)
+    step = whole("step", step, 0, steps - 1)
     return 0.1 ** sum(8 * step >= eighths * steps for eighths in (3, 5, 7))
 
 # %% ../nbs/00_core/09_inversion.ipynb #1564debd
@@ -231,7 +219,7 @@ def descend(
     "Signed Adam with step decay and box projection; keeps the best iterate of each search."
     if start.ndim < 2 or start.numel() == 0 or not torch.isfinite(start).all() or not bounds[0] < bounds[1]:
         raise ValueError(f"start is {tuple(start.shape)}, bounds {bounds}; give finite (T, ...) with T >= 1, and a box with low < high")
-    steps, learning_rate = _whole("steps", steps), _positive("learning_rate", learning_rate)
+    steps, learning_rate = whole("steps", steps), positive("learning_rate", learning_rate)
     candidate = start.clone()
     optimiser = torch.optim.Adam([candidate], lr=learning_rate)
     unknown = torch.full((len(start),), float("inf"), dtype=start.dtype, device=start.device)
@@ -271,16 +259,16 @@ class _CosineSettings:
         vectorise: bool | None = None,  # None: `vmap` from 3 searches on, a plain loop below
     ):
         self.input_shape, self.mask_aware, self.signed = _image_shape(input_shape), _attacker(mask_aware), bool(signed)
-        self.steps, self.restarts, self.chunk_size = _whole("steps", steps), _whole("restarts", restarts), _whole("chunk_size", chunk_size)
-        self.total_variation = _positive("total_variation, typically 1e-3 to 1e-1,", total_variation, zero=True)
-        self.learning_rate, self.pixel_scale = _positive("learning_rate", learning_rate), _positive("pixel_scale", pixel_scale)
+        self.steps, self.restarts, self.chunk_size = whole("steps", steps), whole("restarts", restarts), whole("chunk_size", chunk_size)
+        self.total_variation = positive("total_variation, typically 1e-3 to 1e-1,", total_variation, zero=True)
+        self.learning_rate, self.pixel_scale = positive("learning_rate", learning_rate), positive("pixel_scale", pixel_scale)
         models = list(model) if isinstance(model, (list, tuple)) and len(model) else [model]
-        local = (local_steps, local_learning_rate, local_batch_size, loss)
+        local = (*_checked_local(local_steps, local_learning_rate, local_batch_size), loss)
         self.upload = _over_rounds([upload_function(one, *local) for one in models])
         self.upload_functional = _over_rounds([upload_function(one, *local, functional=True) for one in models])
         self.model, self.rounds, self.size = deepcopy(models[0]).eval(), len(models), _common_size(models)
         first = next(parameter for parameter in self.model.parameters() if parameter.requires_grad)
-        self.dtype, self.device, self.local_steps, self.vectorise = first.dtype, first.device, local_steps, vectorise
+        self.dtype, self.device, self.local_steps, self.vectorise = first.dtype, first.device, local[0], vectorise
         self.num_classes = _count_classes(self) if loss is F.cross_entropy else None
 
 # %% ../nbs/00_core/09_inversion.ipynb #533c5f67
@@ -359,7 +347,7 @@ def _image_shape(input_shape: Sequence[int]) -> tuple[int, ...]:
     shape = tuple(input_shape) if isinstance(input_shape, Sequence) else (input_shape,)
     if len(shape) != 3:
         raise ValueError(f"input_shape is {shape}; give (C, H, W) of one image, for example (3, 32, 32)")
-    return tuple(_whole("each side of input_shape", side) for side in shape)
+    return tuple(whole("each side of input_shape", side) for side in shape)
 
 
 def _attacker(mask_aware: bool | str) -> bool | str:
@@ -421,7 +409,7 @@ def _evaluator(attack: CosineInversion, shared: Tensor, labels: Tensor, mask: Te
     def objective(candidate, shared, labels, mask, weight):
         guesses = upload(0.5 + attack.pixel_scale * candidate, labels).view(attack.rounds, -1)
         masks = [None] * attack.rounds if mask is None else mask
-        matching = sum(cosine_distance(*one) for one in zip(guesses, shared, masks)) / attack.rounds
+        matching = sum(_cosine_distance(*one) for one in zip(guesses, shared, masks)) / attack.rounds
         return matching + weight * total_variation(candidate), matching
 
     if together:
@@ -508,7 +496,7 @@ def infer_labels(
     probabilities: Tensor | None = None,  # (classes,) mean softmax of the model on public images; None: the same for every class
 ) -> Tensor:  # (N,) int64, sorted; the order within a batch leaves no trace
     "The labels of a batch from the last bias gradient under cross-entropy; exact only where `probabilities` are those of the batch."
-    num_images, classes = _whole("num_images", num_images), len(bias_gradient)
+    num_images, classes = whole("num_images", num_images), len(bias_gradient)
     probabilities = torch.full_like(bias_gradient, 1 / classes) if probabilities is None else probabilities
     if bias_gradient.ndim != 1 or probabilities.shape != bias_gradient.shape or not torch.isfinite(bias_gradient + probabilities).all():
         raise ValueError(f"bias_gradient is {tuple(bias_gradient.shape)} and probabilities {tuple(probabilities.shape)}; give finite (classes,) for both")

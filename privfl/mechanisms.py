@@ -7,7 +7,6 @@ __all__ = ['planar_laplace', 'planar_laplace_radius', 'gaussian_delta', 'gaussia
            'oneshot_laplace_top_k']
 
 # %% ../nbs/00_core/03_mechanisms.ipynb #8f6aae1b
-import operator
 from math import exp, expm1, inf, log, pi
 
 import numpy as np
@@ -16,32 +15,10 @@ from scipy.optimize import brentq
 from scipy.special import gammaincinv, log_ndtr
 from torch import Tensor
 
+from .checks import as_array, positive, whole
 from .update import check_update
 
 # %% ../nbs/00_core/03_mechanisms.ipynb #88a6dc5c
-def _number(value: float, name: str, meaning: str, zero_allowed: bool = False) -> float:
-    "A finite number above 0 (or from 0 on), as a float; anything else is refused with its meaning."
-    try:
-        number = float(value) if not isinstance(value, str) else -1.0
-    except (TypeError, ValueError):
-        number = -1.0
-    if 0 < number < inf or (zero_allowed and number == 0):
-        return number
-    raise ValueError(f"{name} is {value!r}; allowed is a finite number {'from 0 on' if zero_allowed else 'above 0'} "
-                     f"({meaning})")
-
-
-def _count(value: int, name: str, largest: int | None = None) -> int:
-    "A whole number from 0 to `largest`."
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise ValueError(f"{name} is {value!r}; allowed is a whole number") from None
-    if number < 0 or (largest is not None and number > largest):
-        raise ValueError(f"{name} is {number}; allowed is {'0 or more' if largest is None else f'0 to {largest}'}")
-    return number
-
-
 def _uniform(shape: tuple[int, ...], generator: torch.Generator | np.random.Generator) -> Tensor | np.ndarray:
     "Uniform numbers of 53 bits in [0, 1), float64, in the kind and on the device of the generator."
     if isinstance(generator, np.random.Generator):
@@ -63,8 +40,8 @@ def planar_laplace(
     generator: torch.Generator | np.random.Generator,  # the result is of its kind, on its device
 ) -> Tensor | np.ndarray:  # float64 (n, 2), in the unit of 1/epsilon
     "Planar Laplace noise: uniform angle, radius ~ Gamma(2, 1/epsilon); research noise. Raises `ValueError`."
-    epsilon = _number(epsilon, "epsilon", "privacy per unit of distance, 1/m for metres")
-    num_points = _count(num_points, "num_points")
+    epsilon = positive("epsilon", epsilon, hint=", privacy per unit of distance, 1/m for metres")
+    num_points = whole("num_points", num_points, 0)
     library = np if isinstance(generator, np.random.Generator) else torch
     first, second, turn = _uniform((3, num_points), generator)
     radius, angle = library.log((1 - first) * (1 - second)) / -epsilon, turn * (2 * pi)
@@ -76,9 +53,9 @@ def planar_laplace_radius(
     epsilon: float,  # privacy per unit of distance, > 0: in 1/metre if the points are in metres
 ) -> float | np.ndarray | Tensor:  # float64 of the same shape, in the unit of 1/epsilon; float for a scalar
     "The radius that planar Laplace noise stays within with this probability; p = 1 gives inf. Raises `ValueError`."
-    epsilon = _number(epsilon, "epsilon", "privacy per unit of distance, 1/m for metres")
+    epsilon = positive("epsilon", epsilon, hint=", privacy per unit of distance, 1/m for metres")
     is_tensor = isinstance(probability, Tensor)
-    level = np.asarray(probability.detach().cpu() if is_tensor else probability, dtype=np.float64)
+    level = as_array("probability", probability, hint=" from 0 to 1")
     if not ((level >= 0) & (level <= 1)).all():
         raise ValueError(f"probability is {probability!r}; allowed are numbers from 0 to 1, without NaN")
     radius = gammaincinv(2.0, level) / epsilon
@@ -100,8 +77,8 @@ def gaussian_delta(
     sensitivity: float,  # largest distance of two neighbouring releases, > 0: C for add-remove, 2C for replace-one
 ) -> float:  # in [0, 1]; 1 only by rounding
     "The exact delta of Gaussian noise at this epsilon. Raises `ValueError`."
-    epsilon = _number(epsilon, "epsilon", "a privacy loss, without unit")
-    ratio = _number(sigma, "sigma", "a standard deviation") / _number(sensitivity, "sensitivity", "C or 2C")
+    epsilon = positive("epsilon", epsilon, hint=", a privacy loss, without unit")
+    ratio = positive("sigma", sigma, hint=", a standard deviation") / positive("sensitivity", sensitivity, hint=", C or 2C")
     return exp(_log_delta(epsilon, max(ratio, 5e-324)))  # a ratio too small for a float: the smallest one, delta is 1 up to rounding
 
 # %% ../nbs/00_core/03_mechanisms.ipynb #6e3a67af
@@ -111,9 +88,9 @@ def gaussian_sigma(
     sensitivity: float,  # largest distance of two neighbouring releases, > 0: C for add-remove, 2C for replace-one
 ) -> float:  # standard deviation, in the unit of the sensitivity
     "The smallest standard deviation that keeps (epsilon, delta): the analytic Gaussian. Raises `ValueError`."
-    epsilon = _number(epsilon, "epsilon", "a privacy loss, without unit")
-    sensitivity = _number(sensitivity, "sensitivity", "C or 2C")
-    if not _number(delta, "delta", "above 0 and below 1") < 1:
+    epsilon = positive("epsilon", epsilon, hint=", a privacy loss, without unit")
+    sensitivity = positive("sensitivity", sensitivity, hint=", C or 2C")
+    if not positive("delta", delta, hint=" and below 1") < 1:
         raise ValueError(f"delta is {delta}; allowed is a number above 0 and below 1")
 
     def excess(log_ratio: float) -> float:
@@ -136,6 +113,8 @@ def add_gaussian_noise(
     "`update` plus normal noise, added in float64, rounded once; research noise. Raises `ValueError`."
     check_update(update)
     try:
+        if torch.as_tensor(sigma).dtype in (torch.bool, torch.complex64, torch.complex128):
+            raise TypeError
         scale = torch.as_tensor(sigma, dtype=torch.float64, device=update.device)
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(f"sigma is {sigma!r}; allowed is a number of at least 0 or one per entry, {tuple(update.shape)}") from None
@@ -154,8 +133,8 @@ def laplace_noise(
     generator: torch.Generator,
 ) -> Tensor:  # float64 (n,), on the device of `generator`
     "Independent Laplace noise; research noise, its low bits give values away. Raises `ValueError`."
-    scale = _number(scale, "scale", "the Laplace b, in the unit of the release; no noise means no call")
-    shifted = _uniform((_count(size, "size"),), _torch_only(generator)).sub_(0.5)
+    scale = positive("scale", scale, hint=", the Laplace b, in the unit of the release; no noise means no call")
+    shifted = _uniform((whole("size", size, 0),), _torch_only(generator)).sub_(0.5)
     return shifted.abs().mul_(-2).clamp_(min=2.0**-53 - 1).log1p_().mul_(scale).copysign_(shifted)
 
 # %% ../nbs/00_core/03_mechanisms.ipynb #2dafd3a1
@@ -192,9 +171,9 @@ def oneshot_laplace_top_k(
 ) -> tuple[Tensor, Tensor]:  # int64 indices (k,) ascending, values (k,) in the dtype of `values`
     "The k largest noisy scores, fresh noise on the signed values; research noise. Raises `ValueError`."
     check_update(values)
-    k = _count(k, "k", values.numel())
-    index_scale = _number(index_scale, "index_scale", "a Laplace b; 0 is no noise", zero_allowed=True)
-    value_scale = _number(value_scale, "value_scale", "a Laplace b; 0 is no noise", zero_allowed=True)
+    k = whole("k", k, 0, values.numel())
+    index_scale = positive("index_scale", index_scale, zero=True, hint=", a Laplace b; 0 is no noise")
+    value_scale = positive("value_scale", value_scale, zero=True, hint=", a Laplace b; 0 is no noise")
     data = values.detach()
     scores = data.abs() if by_magnitude else data
     if index_scale > 0:

@@ -13,6 +13,8 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
+from .checks import positive
+
 # %% ../nbs/00_core/06_metrics.ipynb #cefcc764
 def _checked_pair(image: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
     "Both batches in float64, or a `ValueError` that says which rule was broken."
@@ -35,9 +37,7 @@ def _checked_pair(image: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
 # %% ../nbs/00_core/06_metrics.ipynb #f926cbdd
 def _checked_range(data_range: float, reference: Tensor) -> float:
     "The data range as a float; warns when the reference spans more than that."
-    data_range = float(data_range)
-    if not (math.isfinite(data_range) and data_range > 0):
-        raise ValueError(f"data_range is {data_range}; give the positive span of possible values, 1.0 for [0, 1]")
+    data_range = positive("data_range", data_range, hint=", the span of the possible values: 1.0 for [0, 1]")
     if reference.numel():
         span = float(reference.max() - reference.min())
         if span > data_range * (1 + 1e-6):

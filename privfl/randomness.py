@@ -7,24 +7,18 @@ __all__ = ['Streams']
 
 # %% ../nbs/00_core/02_randomness.ipynb #0425f60f
 import logging
-import operator
 from functools import lru_cache
 from hashlib import blake2b, shake_256
 
 import numpy as np
 import torch
 
+from .checks import whole
+
 # %% ../nbs/00_core/02_randomness.ipynb #79b83310
-def _whole(part) -> int:
-    "A Python int from any integer type; truth values, floats and everything else are refused."
-    dtype = getattr(part, "dtype", None)
-    try:
-        if isinstance(part, bool) or dtype == torch.bool or dtype == np.bool_:
-            raise TypeError
-        return operator.index(part)
-    except TypeError:
-        raise ValueError(f"a seed or a key part is an integer or a string, got {part!r} ({type(part).__name__}): "
-                         "pass what it counts, such as the round or the client") from None
+def _integer(part: int) -> int:
+    "A name rather than a count, so 3.0 is refused here: large neighbouring integers are one float."
+    return whole("a seed or a key part", part, lowest=None, floats=False, hint=" or a string (key parts only): pass what it counts, such as the round or the client")
 
 
 def _encode(part: int | str) -> bytes:
@@ -32,7 +26,7 @@ def _encode(part: int | str) -> bytes:
     if isinstance(part, str):
         kind, content = b"s", part.encode("utf-8")
     else:
-        kind, content = b"i", str(_whole(part)).encode("ascii")
+        kind, content = b"i", str(_integer(part)).encode("ascii")
     return kind + len(content).to_bytes(8, "big") + content
 
 # %% ../nbs/00_core/02_randomness.ipynb #7320998c
@@ -75,7 +69,7 @@ class Streams:
         self,
         seed: int,  # any integer; one per repetition of an experiment
     ):
-        self.root = _whole(seed)
+        self.root = _integer(seed)
 
     def digest(self, purpose: str, *key: int | str) -> bytes:
         "128 bits that depend on the seed, the purpose and the key, and on nothing else."

@@ -24,7 +24,7 @@ from typing import Any
 
 from . import runner as runner_module
 from .claims import OUTCOMES, SCALES, format_interval, paired_interval
-from .runner import (Experiment, RunnerError, check_results, experiment_digest, find_root, finished_runs, git_commit, list_experiments,
+from .runner import (Experiment, RunnerError, check_results, experiment_digest, find_root, finished_runs, git_commit, list_experiments, output_folder,
                            read_json, read_notebook, write_bytes)
 
 # %% ../nbs/00_core/13_report.ipynb #350e2c56
@@ -102,7 +102,7 @@ def gather(
     """Fresh runs, results of record where there is none, and failures, for each experiment; those with results first."""
     base = find_root(root)
     damaged: list[tuple[Path, str]] = []
-    runs, records, sections = finished_runs(base / output), records_of(base, damaged), []
+    runs, records, sections = finished_runs(output_folder(output, base)), records_of(base, damaged), []
     for experiment in list_experiments(base):
         own = [(folder, status, results) for folder, status, results in runs if folder.parent.name == experiment.name]
         fresh = [Entry(experiment.name, folder.name, True, results, stale_mark(results, base), folder) for folder, _, results in own if results]
@@ -545,7 +545,7 @@ def build_report(
 ) -> Path:  # index.html
     """Write index.html and a page for each executed notebook."""
     base = find_root(root)
-    target, sections = base / output, gather(base, output)
+    target, sections = output_folder(output, base), gather(base, output)
     entries = [entry for section in sections for entry in section.entries]
     for entry in entries:
         notebook = entry.folder / "executed.ipynb" if entry.fresh else base / "nbs" / "experiments" / f"{entry.experiment}.ipynb"

@@ -8,9 +8,9 @@ __all__ = ['logger', 'EXPERIMENTS', 'MACHINERY', 'SCHEMA', 'FIGURE_BYTES', 'TIME
            'write_json', 'read_json', 'canonical_code', 'imported_modules', 'notebook_code', 'code_digest',
            'experiment_digest', 'to_float', 'pack_tensors', 'unpack_tensors', 'NotStorable', 'provenance', 'git_commit',
            'png_of', 'Record', 'Parameter', 'read_parameters', 'read_notebook', 'convert', 'suggest', 'split_values',
-           'grid', 'Run', 'run_key', 'scales_of', 'plan', 'execute_run', 'kill_tree', 'describe_failure', 'Outcome',
-           'Progress', 'RunProgress', 'check_results', 'finished_runs', 'write_tables', 'run', 'is_finished',
-           'record_result', 'keep_outputs', 'record_state']
+           'grid', 'Run', 'run_key', 'scales_of', 'output_folder', 'plan', 'execute_run', 'kill_tree',
+           'describe_failure', 'Outcome', 'Progress', 'RunProgress', 'check_results', 'finished_runs', 'write_tables',
+           'run', 'is_finished', 'record_result', 'keep_outputs', 'record_state']
 
 # %% ../nbs/00_core/12_runner.ipynb #f5fbc02e
 import ast
@@ -48,6 +48,7 @@ from typing import Any
 import numpy as np
 
 from . import claims as claims_module
+from .checks import instance, positive, whole
 from .claims import SCALES, Claim, Verdict, claim_to_dict, format_interval, judge
 
 # %% ../nbs/00_core/12_runner.ipynb #949e214b
@@ -182,6 +183,8 @@ def _disk_error(
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return RunnerError(f"no space left on the disk while writing {name}: free some space, then run again with --resume; "
                            "what was finished before is kept")
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return RunnerError(f"{name} cannot be written ({error.strerror}): choose a folder that you may write to (--output), or change its permissions")
     return error
 
 
@@ -973,6 +976,16 @@ def scales_of(
     return read_parameters(experiment.notebook)["scale"].choices or SCALES
 
 # %% ../nbs/00_core/12_runner.ipynb #d267d646
+def output_folder(
+    output: str | os.PathLike,  # of the command line; a relative one is meant from the project folder
+    base: Path,  # project folder
+) -> Path:
+    """The folder of all runs; an empty name, which would be the project itself, is refused."""
+    if not os.fspath(instance("output", output, (str, os.PathLike), error=RunnerError)).strip():
+        raise RunnerError("output is empty; give a folder for the runs and the report, such as _reports")
+    return base / output
+
+# %% ../nbs/00_core/12_runner.ipynb #076cd243
 def plan(
     names: Sequence[str] | None = None,  # experiments; None or empty = all that exist
     scale: str = "quick",  # one of SCALES
@@ -1003,11 +1016,13 @@ def plan(
     given = {**(parameters or {}), **({} if seeds is None else {"seeds": seeds})}
     if "scale" in given:
         raise RunnerError("give the scale as --scale (scale=...), not as a parameter")
-    limit, runs = time_limit_s or TIME_LIMITS_S[scale], []
+    limit = TIME_LIMITS_S[scale] if time_limit_s is None else positive("time_limit_s", time_limit_s, error=RunnerError)
+    cell_limit_s = None if cell_limit_s is None else positive("cell_limit_s", cell_limit_s, error=RunnerError)
+    target, runs = output_folder(output, base), []
     for name in sorted(chosen, key=list(listed).index):
         digest = experiment_digest(name, base)
         for row in grid(given, listed[name].notebook):
-            folder = base / output / name / run_key(scale, row)
+            folder = target / name / run_key(scale, row)
             runs.append(Run(name, listed[name].notebook, {"scale": scale, **row}, folder, digest, cell_limit_s, limit))
     return runs
 
@@ -1134,7 +1149,7 @@ def _execute_notebook(
         papermill.execute_notebook(
             job["notebook"], str(folder / "executed.ipynb"), {**job["parameters"], "output_dir": str(folder)}, kernel_name="python3",
             cwd=str(Path(job["notebook"]).parent), progress_bar=False, log_output=True, start_timeout=120, language="python",
-            execution_timeout=int(job["cell_limit_s"]) if job["cell_limit_s"] else None, on_cell_start=on_cell_start)
+            execution_timeout=math.ceil(job["cell_limit_s"]) if job["cell_limit_s"] else None, on_cell_start=on_cell_start)
     except Exception as error:
         if not isinstance(error, papermill.PapermillExecutionError):
             traceback.print_exc()
@@ -1151,7 +1166,7 @@ def describe_failure(
     if kind == "DeadKernelError":
         return "the kernel was killed, most often for lack of memory: use a smaller scale or fewer jobs, then --resume"
     if kind == "CellTimeoutError":
-        return f"a cell took longer than {cell_limit_s:.0f} s: raise --cell-limit or use a smaller scale, then --resume"
+        return f"a cell took longer than {cell_limit_s:g} s: raise --cell-limit or use a smaller scale, then --resume"
     if kind == "PapermillExecutionError":
         text = f"{error.ename}: {error.evalue}".strip()
         lack = "No space left on device" in text
@@ -1260,7 +1275,7 @@ def _conclude(
         (run.folder / "results.previous.json").unlink(missing_ok=True) if status["state"] == "finished" else None
         return Outcome(run, status["state"], status["reason"], seconds)
     reasons = {"interrupted": "stopped; finished cells are kept, go on with --resume",
-               "timed out": f"took longer than {run.time_limit_s or 0:.0f} s; finished cells are kept: raise --time-limit, go on with --resume"}
+               "timed out": f"took longer than {run.time_limit_s or 0:g} s; finished cells are kept: raise --time-limit, go on with --resume"}
     state, reason = state or "failed", reasons.get(state, f"its process ended with status {code} (log.txt tells more)")
     _finish(run.folder, state, reason, {"parameters": run.parameters, "digest": run.digest}, seconds)
     return Outcome(run, state, reason, seconds)
@@ -1436,7 +1451,10 @@ def finished_runs(
             if not isinstance(status, dict):
                 raise RunnerError("status.json holds no status")
             ready = status.get("state") == "finished" and result.is_file()
-            found.append((path.parent, status, check_results(read_json(result)) if ready else {}))
+            results = check_results(read_json(result)) if ready else {}
+            if results and results["experiment"] != path.parent.parent.name:
+                raise RunnerError(f"results.json is of experiment {results['experiment']!r}, the folder is of {path.parent.parent.name!r}: run it again")
+            found.append((path.parent, status, results))
         except (RunnerError, OSError) as error:
             found.append((path.parent, {"state": "damaged", "reason": str(error)}, {}))
     return found
@@ -1472,8 +1490,7 @@ def run(
     stream: Any = None,  # for progress; None = standard error
 ) -> list[Outcome]:  # in the order of the plan
     """Execute experiments, each in its own process, and go on when one fails."""
-    if not isinstance(jobs, int) or jobs < 1:
-        raise RunnerError(f"jobs is {jobs!r}; it must be a whole number of at least 1")
+    jobs = whole("jobs", jobs, error=RunnerError)
     base = find_root(root)
     runs = plan(names, scale, seeds, parameters, output, base, cell_limit_s, time_limit_s)
     progress = RunProgress(len(runs), stream)
@@ -1487,7 +1504,7 @@ def run(
         _run_all([item for item in runs if item.folder not in outcomes], jobs, resume, base, progress, outcomes)
     finally:
         try:
-            write_tables(base / output)
+            write_tables(output_folder(output, base))
         except Exception as error:  # a table must not hide what the runs did
             progress.say(f"runs.csv and metrics.csv are not written: {error}")
     return [outcomes[item.folder] for item in runs]
@@ -1496,7 +1513,7 @@ def run(
 def is_finished(
     run: Run,  # planned
 ) -> bool:
-    """Whether a run's result is there, for the same parameters and the same code."""
+    """Whether a run's result is there, for the same parameters and the same code, with every cell of work measured."""
     try:
         status, results = read_json(run.folder / "status.json"), check_results(read_json(run.folder / "results.json"))
     except (OSError, RunnerError):
@@ -1504,7 +1521,8 @@ def is_finished(
     if not isinstance(status, dict):
         return False
     asked = to_plain(status.get("asked")) == to_plain(run.parameters)
-    return status.get("state") == "finished" and asked and results.get("digest") == run.digest
+    complete = not results.get("tables", {}).get("not measured yet", {}).get("rows")  # a run may stop for lack of time and list what it left out
+    return status.get("state") == "finished" and asked and complete and results.get("digest") == run.digest
 
 
 def _run_all(
@@ -1541,11 +1559,13 @@ def record_result(
 ) -> Path:  # the file written
     """Keep a finished run as the result of record."""
     base = find_root(root)
-    folder = Path(run_folder) if run_folder else base / output / experiment / scale
+    folder = Path(run_folder) if run_folder else output_folder(output, base) / experiment / scale
     status = read_json(folder / "status.json") if (folder / "results.json").is_file() else {}
     if not isinstance(status, dict) or status.get("state") != "finished":
         raise RunnerError(f"there is no finished run of {experiment} at {scale} scale: `privfl run {experiment} --scale {scale}` first")
     results, now = check_results(read_json(folder / "results.json")), experiment_digest(experiment, base)
+    if results["experiment"] != experiment:
+        raise RunnerError(f"results.json is of experiment {results['experiment']!r}, not of {experiment!r}: run {experiment} again")
     if results["digest"] != now:
         raise RunnerError(f"the code of {experiment} has changed since this run (digest {results['digest']}, now {now}): run it again")
     if scale == "full":

@@ -9,10 +9,11 @@ __all__ = ['UpdateError', 'Layout', 'check_update', 'clip_by_norm', 'buffers_of'
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite, prod, sqrt
-from numbers import Real
 
 import torch
 from torch import Tensor, nn
+
+from .checks import positive
 
 # %% ../nbs/00_core/01_update.ipynb #0f453c01
 class UpdateError(ValueError):
@@ -195,9 +196,10 @@ def clip_by_norm(
     check_update(update, client=client, round=round)
     info = torch.finfo(update.dtype)
     smallest = sqrt(max(update.numel(), 1)) * info.tiny  # below it the entries lose their bits
-    if not isinstance(clip_norm, (Real, Tensor)) or not smallest <= clip_norm < inf:
-        raise UpdateError(f"{_where(client, round)}clip_norm is {clip_norm!r}; allowed is a finite number of at "
-                          f"least {smallest:.1e} (for {update.numel()} entries of {update.dtype})")
+    name, limit = f"{_where(client, round)}clip_norm", f", at least {smallest:.1e} for {update.numel()} entries of {update.dtype}"
+    clip_norm = positive(name, clip_norm, hint=limit, error=UpdateError)
+    if clip_norm < smallest:
+        raise UpdateError(f"{name} is {clip_norm}; it must be a finite number{limit}")
     norm = _norm(update)
     if norm <= clip_norm:
         return update.clone()

@@ -296,7 +296,8 @@ def call_chart(**arguments):
 def call_jscc(deep_jscc):
     model = deep_jscc(channels=4, widths=(4, 4, 4, 4))
     image = torch.rand(1, 3, 32, 32, generator=generator())
-    shape(model.decoder(model.encoder(image)), 1, 3, 32, 32)
+    with torch.no_grad():
+        shape(model.decoder(model.encoder(image)), 1, 3, 32, 32)
 
 
 def call_channel(channel):
@@ -306,7 +307,8 @@ def call_channel(channel):
 
 
 def call_radio_unet(radio_unet):
-    first, second = radio_unet(width=0.125, inputs=2)(torch.zeros(1, 2, 64, 64))
+    with torch.no_grad():
+        first, second = radio_unet(width=0.125, inputs=2)(torch.zeros(1, 2, 64, 64))
     shape(first, 1, 1, 64, 64)
     shape(second, 1, 1, 64, 64)
 
@@ -406,7 +408,7 @@ NAMES = {
 }
 
 # Names that belong to parts still to come. When one arrives, take it out of this list: a test asks for that.
-NOT_YET = {name for name in NAMES if name.split(".")[1] in ("semcom", "radiomap", "flower")}
+NOT_YET = {name for name in NAMES if name.split(".")[1] == "flower"}
 
 # What was not there when the list was begun: NOT_YET must stay inside it, so it can only shrink.
-NEVER_MORE_THAN = 10
+NEVER_MORE_THAN = 3

@@ -22,7 +22,7 @@ DIRECTIVES = {
 SKIPPING = {"notest", "slow", "eval:"}
 
 # Low to high. An import leads to an earlier entry only; the modules of one paper may import each other.
-LAYERS = ["update", "randomness", "mechanisms", "metrics", "data", "accounting", "audit", "federation", "closed_forms", "inversion",
+LAYERS = ["checks", "update", "randomness", "mechanisms", "metrics", "data", "accounting", "audit", "federation", "closed_forms", "inversion",
           "flower", "PAPERS", "claims", "runner", "report", "cli"]
 PAPERS = {"radiomap", "charting", "semcom", "selection"}
 NO_LAYER = {"", "_modidx"}

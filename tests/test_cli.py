@@ -54,8 +54,9 @@ def test_wrong_commands_are_refused_with_exit_code_2(arguments, capsys):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["run", "selektion"], "did you mean 'selection'"), (["run", "--scale", "quik"], "did you mean 'quick'"), (["run", "radiomap"], "not there yet"),
+    (["run", "selektion"], "did you mean 'selection'"), (["run", "--scale", "quik"], "did you mean 'quick'"), (["run", "semcom"], "not there yet"),
     (["run", "-p", "masking_rat=0.5"], "did you mean 'masking_rate'"), (["run", "-p", "seeds=many"], "declares int"),
+    (["run", "--output", ""], "output is empty"), (["report", "--output", " "], "output is empty"), (["record", "selection", "--output", ""], "output is empty"),
     (["run", "-p", "seeds=1", "-p", "seeds=2"], "write -p seeds=1,2"), (["record", "selektion"], "did you mean 'selection'"),
     (["record", "selection"], "no finished run of selection"), (["record", "selection", "--scale", "big"], "scale is 'big'")])
 def test_wrong_names_and_values_are_one_line_and_exit_code_2(project, arguments, message, capsys):

@@ -596,7 +596,7 @@ def test_partitions_repeat_and_depend_on_the_generator():
 
 
 @pytest.mark.parametrize("arguments, words", [
-    ({"num_clients": 0}, "num_clients"), ({"num_clients": -3}, "num_clients"), ({"num_clients": 2.0}, "num_clients"),
+    ({"num_clients": 0}, "num_clients"), ({"num_clients": -3}, "num_clients"), ({"num_clients": 2.5}, "num_clients"),
     ({"num_clients": 21}, "fewer clients"), ({"min_size": 11}, "smaller min_size"), ({"min_size": -1}, "min_size"),
     ({"alpha": 0.0}, "alpha"), ({"alpha": -1.0}, "alpha"), ({"alpha": math.nan}, "alpha"), ({"alpha": math.inf}, "alpha"),
     ({"max_tries": 0}, "max_tries"), ({"generator": None}, "global one"), ({"labels": torch.zeros(20)}, "integers"),

@@ -652,7 +652,7 @@ def test_bad_uploads_name_client_and_round():
 @pytest.mark.parametrize(("settings", "message"), [
     ({"algorithm": "sgd"}, "algorithm is 'sgd'"), ({"batch_size": 0}, "batch_size is 0"),
     ({"local_steps": 0}, "local_steps is 0"), ({"local_epochs": -1}, "local_epochs is -1"),
-    ({"learning_rate": 0.0}, "learning_rate is 0"), ({"momentum": 1.0}, r"momentum is 1.0; it must be in \[0, 1\)"),
+    ({"learning_rate": 0.0}, "learning_rate is 0"), ({"momentum": 1.0}, r"momentum is 1.0; it must be a number in \[0, 1\)"),
     ({"learning_rate": float("nan")}, "learning_rate is nan"), ({"learning_rate": float("inf")}, "learning_rate is inf"),
     ({"local_epochs": 2.5}, "local_epochs is 2.5"), ({"batch_size": 2.5}, "batch_size is 2.5"), ({"batch_size": True}, "batch_size is True"),
     ({"local_steps": "3"}, "local_steps is '3'"), ({"momentum": "0"}, "momentum is '0'"), ({"learning_rate": None}, "learning_rate is None"),

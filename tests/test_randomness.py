@@ -69,7 +69,7 @@ def test_integer_types_are_one():
 @pytest.mark.parametrize("part", [1.0, True, None, b"a", (1,), np.float64(2), np.bool_(True), torch.tensor(True),
                                   torch.tensor(1.5), torch.tensor([1, 2])], ids=str)
 def test_other_types_are_refused(part):
-    with pytest.raises(ValueError, match="integer or a string"):
+    with pytest.raises(ValueError, match="whole number or a string"):
         Streams(0).seed("a", part)
     with pytest.raises(ValueError):
         Streams(part)

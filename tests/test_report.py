@@ -164,7 +164,7 @@ def test_results_edited_by_hand_cost_their_own_run_only(project):
     def verdict(**change):
         return {"claims": [{**good["claims"][0], "verdict": {**good["claims"][0]["verdict"], **change}}]}
 
-    for change in ({"claims": None}, {"scale": "tiny"}, {"schema": "other"}, {"wall_s": "x"}, verdict(estimate="x"), verdict(outcome="true"),
+    for change in ({"claims": None}, {"scale": "tiny"}, {"experiment": "charting"}, {"schema": "other"}, {"wall_s": "x"}, verdict(estimate="x"), verdict(outcome="true"),
                    {"metrics": {"a": {"unit": "", "seeds": [0], "values": ["x"]}}}, {"figures": [{"name": "a", "caption": "", "file": "../../a.png"}]}):
         write_json(path, {**good, **change})
         states = {folder.name: status["state"] for folder, status, _ in runner.finished_runs(project / "_reports")}

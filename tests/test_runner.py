@@ -80,6 +80,16 @@ def test_a_full_disk_keeps_the_old_file(tmp_path, monkeypatch):
     assert read_json(tmp_path / "results.json") == {"a": 1} and [path.name for path in tmp_path.iterdir()] == ["results.json"]
 
 
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
+def test_a_folder_that_may_not_be_written_to_says_what_to_do(tmp_path, monkeypatch, number):
+    def refuse(*arguments, **settings):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(runner.os, "replace", refuse)
+    with pytest.raises(RunnerError, match="results.json cannot be written .*--output"):
+        write_json(tmp_path / "results.json", {})
+
+
 # --- where and which -----------------------------------------------------------------------------------------------
 
 def test_the_project_is_found_from_anywhere(tmp_path, monkeypatch):
@@ -431,6 +441,11 @@ def test_resume_keeps_what_is_finished_and_a_change_of_code_does_not(batch):
     other = Run("study", outcomes["study"].run.notebook, {"scale": "smoke", "seeds": 4}, outcomes["study"].run.folder, outcomes["study"].run.digest)
     assert is_finished(outcomes["study"].run) and not is_finished(other)
     assert not is_finished(runner.dataclasses.replace(outcomes["study"].run, digest="other"))
+    path = outcomes["study"].run.folder / "results.json"
+    whole = read_json(path)
+    runner.write_json(path, {**whole, "tables": {**whole["tables"], "not measured yet": {"caption": "", "rows": [{"cell of work": "one"}]}}})
+    assert not is_finished(outcomes["study"].run)  # it stopped for lack of time: --resume goes on
+    runner.write_json(path, whole)
 
 
 def test_the_tables_hold_one_row_a_run_and_one_a_number(batch):
@@ -443,8 +458,8 @@ def test_the_tables_hold_one_row_a_run_and_one_a_number(batch):
 
 def test_a_total_limit_ends_a_run(tmp_path):
     write_experiment(tmp_path, "slow", "import time; time.sleep(600)")
-    outcome, = run(["slow"], scale="smoke", time_limit_s=1.0, root=tmp_path, stream=io.StringIO())
-    assert outcome.state == "timed out" and "--time-limit" in outcome.reason
+    outcome, = run(["slow"], scale="smoke", time_limit_s=1.5, root=tmp_path, stream=io.StringIO())
+    assert outcome.state == "timed out" and "longer than 1.5 s" in outcome.reason and "--time-limit" in outcome.reason
     assert read_json(outcome.run.folder / "status.json")["state"] == "timed out"
 
 

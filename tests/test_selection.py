@@ -203,7 +203,7 @@ def test_added_variance_limits_and_bad_counts():
     assert abs(added_variance(1 - 1e-9, 4) - 0.75) < 1e-6
     assert added_variance(0.5, 2000) < 1e-3  # many clients: no overflow
     for call, count in itertools.product((expected_coverage, added_variance), (0, -1, 1.5, float("nan"), True, "2", None)):
-        with pytest.raises(ValueError, match=f"num_clients is {count!r}; give a whole number"):
+        with pytest.raises(ValueError, match=f"num_clients is {count!r}; it must be a whole number"):
             call(0.5, count)
 
 

@@ -19,8 +19,9 @@ from sklearn.base import BaseEstimator
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.neural_network import MLPRegressor
 
-from .mechanisms import ChartMechanism, EllipticLaplace, check_chart, check_positive
+from .mechanisms import ChartMechanism, EllipticLaplace, check_chart, check_fitted
 from .sound import geometric_median, posterior
+from ..checks import as_array, between, choice, finite, instance, positive, whole
 from ..inversion import ThreatModel
 from ..metrics import localisation_error
 
@@ -43,7 +44,7 @@ def errors_in_metres(
     positions: np.ndarray,  # (n, 2) metres
 ) -> np.ndarray:  # (n,)
     "Distances between guesses and true positions."
-    return localisation_error(np.array(guess, dtype=np.float64), np.array(positions, dtype=np.float64)).numpy()
+    return localisation_error(np.array(finite("guess", guess)), np.array(finite("positions", positions))).numpy()
 
 # %% ../../nbs/20_charting/26_attacks.ipynb #efce8448
 def chance_errors(
@@ -51,7 +52,8 @@ def chance_errors(
     generator: np.random.Generator,  # for the random guess
 ) -> dict[str, np.ndarray]:  # "constant" and "random": (n,) metres
     "Errors of guessing without any answer."
-    positions = np.asarray(positions, dtype=np.float64)
+    positions = finite("positions", positions, ("n", 2))
+    instance("generator", generator, np.random.Generator)
     constant = geometric_median(np.full((1, len(positions)), 1 / len(positions)), positions)
     return {"constant": errors_in_metres(np.broadcast_to(constant, positions.shape), positions),
             "random": errors_in_metres(positions[generator.integers(len(positions), size=len(positions))], positions)}
@@ -61,7 +63,9 @@ def summarise_errors(
     errors: np.ndarray,  # (n,) metres
 ) -> dict[str, float]:
     "Mean, median, 90 % quantile and root mean square."
-    errors = np.asarray(errors, dtype=np.float64)
+    errors = finite("errors", errors, ("n",))
+    if not len(errors):
+        raise ValueError("there are no errors to summarise; give at least one")
     return {"mean_m": float(errors.mean()), "median_m": float(np.median(errors)), "p90_m": float(np.quantile(errors, 0.9)),
             "rmse_m": float(np.sqrt((errors**2).mean()))}
 
@@ -94,11 +98,11 @@ class AnchorAttack(BaseEstimator):
 
     def fit(self, anchor_chart: np.ndarray, anchor_positions: np.ndarray) -> Self:
         "Learn from anchors: chart points (a, 2) and positions (a, 2) in metres."
-        points, places = check_chart(anchor_chart), np.asarray(anchor_positions, dtype=np.float64)
-        if places.shape != points.shape or not np.isfinite(places).all():
-            raise ValueError(f"anchor positions of shape {places.shape} must be finite and match the {points.shape} chart points")
-        if self.kind not in ("affine", "tps", "mlp"):
-            raise ValueError(f"kind is {self.kind!r}; choose 'affine', 'tps' or 'mlp'")
+        points, places = check_chart(anchor_chart), finite("anchor_positions", anchor_positions)
+        if places.shape != points.shape:
+            raise ValueError(f"anchor positions of shape {places.shape} must match the {points.shape} chart points")
+        choice("kind", self.kind, ("affine", "tps", "mlp"))
+        positive("smoothing", self.smoothing, zero=True), whole("seed", self.seed, 0)
         self.centre_, self.spread_ = places.mean(axis=0), places.std() + 1e-9
         span = np.ptp(places, axis=0)
         self.low_, self.high_ = places.min(axis=0) - span / 2, places.max(axis=0) + span / 2
@@ -108,7 +112,9 @@ class AnchorAttack(BaseEstimator):
 
     def predict(self, noisy: np.ndarray) -> np.ndarray:  # (m, 2) metres
         "Guessed positions of answers (m, 2)."
-        guess = self.centre_ + self.spread_ * self.model_(np.asarray(noisy, dtype=np.float64))
+        if not hasattr(self, "model_"):
+            raise ValueError("AnchorAttack is not fitted; call fit(anchor_chart, anchor_positions) first")
+        guess = self.centre_ + self.spread_ * self.model_(finite("noisy", noisy, ("m", 2)))
         return np.clip(guess, self.low_, self.high_)
 
 # %% ../../nbs/20_charting/26_attacks.ipynb #ffe0d233
@@ -126,7 +132,7 @@ def posterior_positions(
     positions: np.ndarray,  # (n, 2) metres
 ) -> dict[str, np.ndarray]:  # "mean", "median", "map": (m, 2) metres
     "Mean, geometric median and mode of posteriors over positions."
-    positions = np.asarray(positions, dtype=np.float64)
+    weights, positions = finite("weights", weights, ("m", "n")), finite("positions", positions)
     if positions.shape != (weights.shape[1], 2):
         raise ValueError(f"positions have shape {positions.shape}; expected ({weights.shape[1]}, 2), one for each chart point")
     return {"mean": weights @ positions, "median": geometric_median(weights, positions), "map": positions[weights.argmax(axis=1)]}
@@ -155,7 +161,8 @@ def repeated_posterior(
     mechanism: ChartMechanism,  # fitted
 ) -> np.ndarray:  # (m, n)
     "Posterior over chart points from several independent answers."
-    reports = np.asarray(reports, dtype=np.float64)
+    reports = finite("reports", reports)
+    check_fitted(mechanism)
     if reports.ndim != 3 or reports.shape[2] != 2:
         raise ValueError(f"reports have shape {reports.shape}; expected (repeats, users, 2)")
     logs = sum(mechanism.log_density_matrix(answers) for answers in reports)
@@ -202,16 +209,19 @@ def kalman_smooth(
     accelerations: np.ndarray | None = None,  # grid of velocity noises, chart units / s^1.5; None: 9 values around the data's scale
 ) -> np.ndarray:  # (n, 2)
     "Constant-velocity Kalman smoothing, the velocity noise chosen by likelihood."
-    noisy, times = np.asarray(noisy, dtype=np.float64), np.asarray(times, dtype=np.float64)
+    noisy, times = finite("noisy", noisy), finite("times", times)
     if noisy.ndim != 2 or noisy.shape[1] != 2 or times.shape != (len(noisy),):
         raise ValueError(f"noisy has shape {noisy.shape} and times {times.shape}; expected (n, 2) and (n,)")
     gaps = np.diff(times, prepend=times[:1])
     if len(noisy) < 3 or (gaps[1:] <= 0).any():
         raise ValueError("need at least 3 answers with increasing times; sort them and merge equal times")
-    check_positive(noise_variance, "noise_variance")
+    noise_variance = positive("noise_variance", noise_variance)
     if accelerations is None:
         accelerations = np.ptp(noisy) / np.median(gaps[1:]) ** 1.5 * np.geomspace(1e-4, 1, 9)
-    passes = [_kalman_pass(noisy, gaps, noise_variance, float(a)) for a in accelerations]
+    accelerations = [positive("each acceleration", value) for value in finite("accelerations", accelerations, ("grid",))]
+    if not accelerations:
+        raise ValueError("accelerations is empty; give at least one, or None")
+    passes = [_kalman_pass(noisy, gaps, noise_variance, value) for value in accelerations]
     return passes[int(np.argmax([likelihood for _, likelihood in passes]))][0]
 
 # %% ../../nbs/20_charting/26_attacks.ipynb #e7f7b552
@@ -220,7 +230,8 @@ def step_transition(
     typical_step: float,  # chart units between two answers
 ) -> np.ndarray:  # (n, n) rows sum to 1
     "Transition probabilities between chart points that prefer short steps (exponential in the distance)."
-    move = np.exp(-cdist(chart, chart) / check_positive(typical_step, "typical_step"))
+    chart = finite("chart", chart, ("n", 2))
+    move = np.exp(-cdist(chart, chart) / positive("typical_step", typical_step))
     return move / move.sum(axis=1, keepdims=True)
 
 
@@ -229,7 +240,10 @@ def hmm_posterior(
     transition: np.ndarray,  # (n, n) rows sum to 1
 ) -> np.ndarray:  # (T, n) rows sum to 1
     "Forward-backward smoothing over the chart's points, uniform start."
+    log_likelihood, transition = as_array("log_likelihood", log_likelihood, ("T", "n")), finite("transition", transition)
     size, states = log_likelihood.shape
+    if not size or not np.isfinite(log_likelihood.max(axis=1, initial=-np.inf)).all():
+        raise ValueError(f"log_likelihood of shape {log_likelihood.shape} needs answers, each possible for some point, and no NaN")
     if transition.shape != (states, states) or not np.allclose(transition.sum(axis=1), 1):
         raise ValueError(f"transition must be ({states}, {states}) with rows that sum to 1, got shape {transition.shape}")
     likelihood = np.exp(log_likelihood - log_likelihood.max(axis=1, keepdims=True))
@@ -252,7 +266,9 @@ def orientation_leakage(
     repeats: int = 10,  # answers of each user
 ) -> float:  # accuracy of the best test, in [0.5, 1]
     "How well one answer tells apart two users at one chart point whose noise shapes differ by a turn."
-    if not isinstance(mechanism, EllipticLaplace):
+    repeats, turn_degrees = whole("repeats", repeats), between("turn_degrees", turn_degrees, -360, 360)
+    instance("generator", generator, np.random.Generator)
+    if not isinstance(check_fitted(mechanism), EllipticLaplace):
         return 0.5  # the noise has no axes
     c, s = np.cos(np.radians(turn_degrees)), np.sin(np.radians(turn_degrees))
     turned = np.array([[c, -s], [s, c]]) @ mechanism.inverse_roots_ @ np.array([[c, s], [-s, c]])

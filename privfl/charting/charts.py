@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from .csi import geodesic_distances
+from ..checks import as_array, finite, instance, positive, whole
 
 # %% ../../nbs/20_charting/22_charts.ipynb #571b2aae
 def check_features(
@@ -26,11 +27,7 @@ def check_features(
     num_features: int | None = None,  # p that the chart was fitted on; None: any
 ) -> np.ndarray:  # float64 (N, p)
     "Valid features; ValueError for wrong shapes, NaN or infinity, fewer than 3 distinct rows at fitting."
-    features = np.ascontiguousarray(features, dtype=np.float64)
-    if features.ndim != 2:
-        raise ValueError(f"features have shape {features.shape}; expected (users, features)")
-    if not np.isfinite(features).all():
-        raise ValueError("features hold NaN or infinity: drop or repair those users (rss_features fills holes)")
+    features = np.ascontiguousarray(finite("features", features, ("users", "features"), ": drop or repair those users (rss_features fills holes)"))
     if num_features is None and len(np.unique(features, axis=0)) < 3:
         raise ValueError(f"{len(np.unique(features, axis=0))} distinct feature rows; a chart needs at least 3")
     if num_features is not None and features.shape[1] != num_features:
@@ -38,7 +35,7 @@ def check_features(
     return features
 
 # %% ../../nbs/20_charting/22_charts.ipynb #dcca5a94
-class PCAChart(BaseEstimator, TransformerMixin):
+class PCAChart(BaseEstimator, TransformerMixin, auto_wrap_output_keys=None):  # the wrapper would rename `features` to X
     "The two principal components of the features."
 
     def __init__(
@@ -50,12 +47,15 @@ class PCAChart(BaseEstimator, TransformerMixin):
     def fit(self, features: np.ndarray, y: None = None) -> Self:
         "Learn the components from features (N, p)."
         features = check_features(features)
+        whole("seed", self.seed, 0)
         self.n_features_in_ = features.shape[1]
         self.pca_ = PCA(2, random_state=self.seed).fit(features)
         return self
 
     def transform(self, features: np.ndarray) -> np.ndarray:  # (N, 2)
         "Chart points of features (N, p)."
+        if not hasattr(self, "pca_"):
+            raise ValueError("PCAChart is not fitted; call fit first")
         return self.pca_.transform(check_features(features, self.n_features_in_))
 
 # %% ../../nbs/20_charting/22_charts.ipynb #7ea70bee
@@ -64,8 +64,9 @@ def perceptron(
     seed: int,  # of the weights
 ) -> nn.Sequential:
     "Linear layers with ReLUs between, weights from the seed; the global generator is left as it was."
+    sizes = [whole("each width in sizes", width) for width in instance("sizes", sizes, Sequence)]
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(whole("seed", seed, 0))
         layers = [layer for a, b in zip(sizes[:-1], sizes[1:]) for layer in (nn.Linear(a, b), nn.ReLU())]
     return nn.Sequential(*layers[:-1])
 
@@ -76,14 +77,15 @@ class _Training(BaseEstimator, TransformerMixin):
     def _prepare(self, features: np.ndarray) -> Tensor:
         "Fit the reduction and return the network's inputs (N, inputs)."
         features = check_features(features)
-        if not (self.iterations >= 1 and self.batch_size >= 2 and self.learning_rate > 0 and self.num_inputs >= 1):
-            raise ValueError(f"iterations {self.iterations}, batch_size {self.batch_size}, learning_rate {self.learning_rate}, "
-                             f"num_inputs {self.num_inputs}: at least 1, 2, above 0, 1")
+        self.steps_, self.batch_ = whole("iterations", self.iterations), whole("batch_size", self.batch_size, 2)
+        self.rate_, num_inputs = positive("learning_rate", self.learning_rate), whole("num_inputs", self.num_inputs)
+        hidden = tuple(whole("each width in hidden", width) for width in instance("hidden", self.hidden, Sequence))
+        whole("seed", self.seed, 0)
         self.n_features_in_ = features.shape[1]
-        kept = min(self.num_inputs, features.shape[1], len(features) - 1)
+        kept = min(num_inputs, features.shape[1], len(features) - 1)
         self.pca_ = PCA(kept, random_state=self.seed).fit(features)
         self.scale_ = float(self.pca_.transform(features).std())
-        self.encoder_ = perceptron((kept, *self.hidden, 2), self.seed).to(self.device)
+        self.encoder_ = perceptron((kept, *hidden, 2), self.seed).to(self.device)
         return self._inputs(features)
 
     def _inputs(self, features: np.ndarray) -> Tensor:
@@ -92,10 +94,10 @@ class _Training(BaseEstimator, TransformerMixin):
     def _train(self, loss: Callable[[torch.Generator], Tensor], parameters: Iterable[nn.Parameter]) -> Self:
         "Minimise a random loss; its value at each step is kept in `loss_curve_`."
         generator = torch.Generator().manual_seed(self.seed)
-        optimiser = torch.optim.Adam(parameters, lr=self.learning_rate)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, self.iterations)
+        optimiser = torch.optim.Adam(parameters, lr=self.rate_)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, self.steps_)
         self.loss_curve_ = []
-        for _ in tqdm(range(self.iterations), desc=type(self).__name__, disable=None if self.progress else True):
+        for _ in tqdm(range(self.steps_), desc=type(self).__name__, disable=None if self.progress else True):
             value = loss(generator)
             optimiser.zero_grad()
             value.backward()
@@ -105,7 +107,7 @@ class _Training(BaseEstimator, TransformerMixin):
         return self
 
 # %% ../../nbs/20_charting/22_charts.ipynb #c796b33a
-class NetworkChart(_Training):
+class NetworkChart(_Training, auto_wrap_output_keys=None):
     "Base of the learned charts: a perceptron to the plane; a subclass gives `fit`."
 
     def __init__(
@@ -140,7 +142,7 @@ class AutoencoderChart(NetworkChart):
         self.decoder_ = perceptron(sizes, self.seed + 1).to(self.device)
 
         def loss(generator: torch.Generator) -> Tensor:
-            batch = inputs[torch.randint(len(inputs), (self.batch_size,), generator=generator)]
+            batch = inputs[torch.randint(len(inputs), (self.batch_,), generator=generator)]
             return (self.decoder_(self.encoder_(batch)) - batch).square().mean()
 
         return self._train(loss, [*self.encoder_.parameters(), *self.decoder_.parameters()])
@@ -153,7 +155,7 @@ def check_dissimilarities(
     "A valid matrix of dissimilarities; ValueError unless finite, symmetric, >= 0, with zero diagonal."
     if dissimilarities is None:
         return geodesic_distances(cdist(features, features), min(20, len(features) - 1), connect=True)
-    matrix = np.asarray(dissimilarities, dtype=np.float64)
+    matrix = as_array("dissimilarities", dissimilarities)
     if matrix.shape != (len(features), len(features)):
         raise ValueError(f"dissimilarities have shape {matrix.shape} for {len(features)} users; expected a square matrix")
     if not np.isfinite(matrix).all() or matrix.min() < 0 or np.diag(matrix).any() or not np.allclose(matrix, matrix.T):
@@ -172,7 +174,7 @@ class SiameseChart(NetworkChart):
         inputs = self._prepare(features)
         matrix = check_dissimilarities(dissimilarities, np.asarray(features, dtype=np.float64))
         target = torch.as_tensor(matrix / matrix.mean(), dtype=torch.float32, device=self.device)
-        size = min(self.batch_size, len(inputs))
+        size = min(self.batch_, len(inputs))
         upper = torch.triu_indices(size, size, 1)
 
         def loss(generator: torch.Generator) -> Tensor:
@@ -206,19 +208,16 @@ class TripletChart(NetworkChart):
     def fit(self, features: np.ndarray, y: None = None, times: np.ndarray | None = None) -> Self:
         "Learn from features (N, p) and their times (N,) in any order; without times the rows are in temporal order."
         inputs = self._prepare(features)
-        if self.window_steps < 1:
-            raise ValueError(f"window_steps is {self.window_steps}; it must be at least 1")
+        self.window_ = whole("window_steps", self.window_steps)
         if times is not None:
-            times = np.asarray(times, dtype=np.float64)
-            if times.shape != (len(inputs),) or not np.isfinite(times).all():
-                raise ValueError(f"times must be {len(inputs)} finite numbers, got shape {times.shape}")
+            times = finite("times", times, (len(inputs),))
             inputs = inputs[torch.as_tensor(np.argsort(times, kind="stable"))]
         return self._train(lambda generator: self._triplet_loss(inputs, generator), self.encoder_.parameters())
 
     def _triplet_loss(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
-        size, draw = len(inputs), lambda high: torch.randint(high, (self.batch_size,), generator=generator)
+        size, draw = len(inputs), lambda high: torch.randint(high, (self.batch_,), generator=generator)
         anchor, other = draw(size), draw(size)
-        step = (1 + draw(min(self.window_steps, size - 1))) * (2 * draw(2) - 1)
+        step = (1 + draw(min(self.window_, size - 1))) * (2 * draw(2) - 1)
         near = torch.where((anchor + step < 0) | (anchor + step >= size), anchor - step, anchor + step).clamp(0, size - 1)
         a, p, n = self.encoder_(inputs[anchor]), self.encoder_(inputs[near]), self.encoder_(inputs[other])
         close, far = ((a - b).square().sum(1).add(1e-12).sqrt() for b in (p, n))

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 import numba
 import numpy as np
 
+from ..checks import as_array, choice, positive, whole
+
 # %% ../../nbs/20_charting/23_metrics.ipynb #f9dca2c5
 def check_pair(
     original: np.ndarray,  # (N, p) finite
@@ -20,7 +22,7 @@ def check_pair(
     "The two spaces as float64 arrays; ValueError for wrong shapes, lengths that differ, NaN or infinity."
     arrays = []
     for name, points in (("original", original), ("embedded", embedded)):
-        points = np.ascontiguousarray(points, dtype=np.float64)
+        points = np.ascontiguousarray(as_array(name, points))
         if points.ndim != 2 or points.shape[1] == 0:
             raise ValueError(f"{name} has shape {points.shape}; expected (N, dimensions): reshape one-dimensional data to (N, 1)")
         if not np.isfinite(points).all():
@@ -39,11 +41,10 @@ def check_neighbors(
     "A valid K; ValueError unless it is a whole number with 1 <= K < N / 2."
     if n_neighbors is None:
         n_neighbors = max(1, int(0.05 * num_points))
-    if isinstance(n_neighbors, bool) or int(n_neighbors) != n_neighbors:
-        raise ValueError(f"n_neighbors is {n_neighbors!r}; give a whole number")
+    n_neighbors = whole("n_neighbors", n_neighbors)
     if not 1 <= n_neighbors < num_points / 2:
         raise ValueError(f"n_neighbors is {n_neighbors} for {num_points} points; it must be at least 1 and below N/2 = {num_points / 2:g}")
-    return int(n_neighbors)
+    return n_neighbors
 
 # %% ../../nbs/20_charting/23_metrics.ipynb #8152af7b
 def shuffled_rows(
@@ -202,7 +203,9 @@ def trustworthiness_continuity(
     order = shuffled_rows(size)
     first, second = _SquaredDistances(original[order]), _SquaredDistances(embedded[order])
     plans = bucket_plan(size, first.largest), bucket_plan(size, second.largest)
-    if block_rows is None:
+    if block_rows is not None:
+        block_rows = whole("block_rows", block_rows)
+    else:
         block_rows = 8 if first.direct and second.direct else int(np.clip(2**20 // size, 8, 64))
     totals = np.zeros(2, np.int64)
     for start in range(0, size, block_rows):
@@ -289,13 +292,11 @@ def range_query_error(
     points, noisy = check_pair(points, noisy)
     if points.shape[1] != 2 or noisy.shape[1] != 2:
         raise ValueError(f"points has shape {points.shape} and noisy {noisy.shape}; both must be (n, 2)")
-    if not (np.isfinite(radius) and radius > 0):
-        raise ValueError(f"radius is {radius}; it must be positive and finite, in chart units")
-    true_size, noisy_size, both = _query_counts(points, noisy, float(radius)).T
+    radius, count_floor = positive("radius", radius, hint=", in chart units"), whole("count_floor", count_floor)
+    choice("kind", kind, ("recall", "jaccard", "count"))
+    true_size, noisy_size, both = _query_counts(points, noisy, radius).T
     if kind == "recall":
         return float((1 - both / true_size).mean())
     if kind == "jaccard":
         return float((1 - both / (true_size + noisy_size - both)).mean())
-    if kind == "count":
-        return float((np.abs(noisy_size - true_size) / np.maximum(true_size, max(1, count_floor))).mean())
-    raise ValueError(f"kind is {kind!r}; choose 'recall', 'jaccard' or 'count'")
+    return float((np.abs(noisy_size - true_size) / np.maximum(true_size, count_floor)).mean())

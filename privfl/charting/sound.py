@@ -16,7 +16,8 @@ from scipy.spatial import cKDTree
 from scipy.spatial.distance import cdist
 
 from .csi import geodesic_distances
-from .mechanisms import ChartMechanism, EllipticLaplace, check_chart, check_positive, principal_directions, shape_matrices
+from .mechanisms import ChartMechanism, EllipticLaplace, check_chart, check_fitted, check_users, principal_directions, shape_matrices
+from ..checks import as_array, between, choice, finite, positive, whole
 from ..mechanisms import planar_laplace
 
 # %% ../../nbs/20_charting/25_sound_mechanisms.ipynb #917b34ec
@@ -25,7 +26,7 @@ def posterior(
     mechanism: ChartMechanism,  # fitted; its users are the candidates
 ) -> np.ndarray:  # (m, n) rows sum to 1
     "Probability of each chart point given each answer, uniform prior."
-    logs = mechanism.log_density_matrix(noisy)
+    logs = check_fitted(mechanism).log_density_matrix(noisy)
     top = logs.max(axis=1, keepdims=True)
     if not np.isfinite(top).all():
         raise ValueError("some answers are impossible for every user; give answers of this mechanism")
@@ -40,6 +41,10 @@ def geometric_median(
     tolerance: float = 1e-4,  # stop when no guess moves further than this part of the points' extent
 ) -> np.ndarray:  # (m, d)
     "Minimiser of the weighted mean distance, for each row of weights."
+    weights, points = finite("weights", weights, ("m", "n")), finite("points", points, ("n", "d"))
+    if weights.shape[1] != len(points):
+        raise ValueError(f"weights have shape {weights.shape} for {len(points)} points; give one column for each")
+    iterations, tolerance = whole("iterations", iterations), positive("tolerance", tolerance, zero=True)
     guess = weights @ points
     extent = max(float(np.ptp(points)), 1e-300)
     for _ in range(iterations):
@@ -57,11 +62,10 @@ def bayes_remap(
     loss: str = "squared",  # "squared": posterior mean | "absolute": geometric median of the posterior
 ) -> np.ndarray:  # (m, 2) or (m, d)
     "The best guess of the true point behind each answer: post-processing, costs no privacy."
-    chart = np.asarray(chart, dtype=np.float64)
-    if len(chart) != len(mechanism.chart_):
+    chart = finite("chart", chart, ("n", "d"))
+    if len(chart) != len(check_fitted(mechanism).chart_):
         raise ValueError(f"chart has {len(chart)} rows, the mechanism was fitted on {len(mechanism.chart_)}; they must correspond")
-    if loss not in ("squared", "absolute"):
-        raise ValueError(f"loss is {loss!r}; choose 'squared' (posterior mean) or 'absolute' (geometric median)")
+    choice("loss", loss, ("squared", "absolute"), ": posterior mean or geometric median")
     weights = posterior(noisy, mechanism)
     return weights @ chart if loss == "squared" else geometric_median(weights, chart)
 
@@ -72,7 +76,7 @@ def snap_to_chart(
 ) -> np.ndarray:  # (m, 2)
     "The nearest chart point of each answer: post-processing."
     chart = check_chart(chart)
-    return chart[cKDTree(chart).query(np.asarray(noisy, dtype=np.float64))[1]]
+    return chart[cKDTree(chart).query(finite("noisy", noisy, ("m", 2)))[1]]
 
 # %% ../../nbs/20_charting/25_sound_mechanisms.ipynb #e2bfaa85
 class GlobalMahalanobis(EllipticLaplace):
@@ -87,15 +91,14 @@ class GlobalMahalanobis(EllipticLaplace):
         self.epsilon, self.shrinkage, self.covariance = epsilon, shrinkage, covariance
 
     def _fit(self, features):
-        check_positive(self.epsilon, "epsilon")
-        if not 0 <= self.shrinkage <= 1:
-            raise ValueError(f"shrinkage is {self.shrinkage}; it must lie between 0 and 1")
+        positive("epsilon", self.epsilon)
+        between("shrinkage", self.shrinkage, 0, 1)
         if self.covariance is None:
             spread = np.cov(self.chart_.T)
             shape = (1 - self.shrinkage) * 2 * spread / np.trace(spread) + self.shrinkage * np.eye(2)
         else:
-            shape = np.asarray(self.covariance, dtype=np.float64)
-            if shape.shape != (2, 2) or not np.allclose(shape, shape.T):
+            shape = finite("covariance", self.covariance, (2, 2))
+            if not np.allclose(shape, shape.T):
                 raise ValueError(f"covariance must be a symmetric (2, 2) matrix, got shape {shape.shape}")
         self._set_covariances(shape[None])
         self.level_ = float(self.epsilon)
@@ -107,7 +110,8 @@ def matrix_roots(
     power: float = 0.5,  # 0.5: root, -0.5: inverse root
 ) -> np.ndarray:  # (m, 2, 2)
     "Symmetric powers of 2 x 2 matrices."
-    values, vectors = np.linalg.eigh(matrices)
+    power = between("power", power, -np.inf, np.inf, open_low=True, open_high=True)
+    values, vectors = np.linalg.eigh(finite("matrices", matrices, ("m", 2, 2)))
     return (vectors * values[:, None] ** power) @ vectors.transpose(0, 2, 1)
 
 # %% ../../nbs/20_charting/25_sound_mechanisms.ipynb #a7aa995d
@@ -126,19 +130,17 @@ class _JointDensity(ChartMechanism):
 
     def _released(self, noisy: np.ndarray, first: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         "Answers and their first releases; None means those of the last transform, row by row."
-        noisy = np.asarray(noisy, dtype=np.float64)
-        first = getattr(self, "first_", np.empty((0, 2))) if first is None else np.asarray(first, dtype=np.float64)
-        if noisy.ndim != 2 or noisy.shape[1] != 2 or first.shape != noisy.shape:
+        check_fitted(self)
+        noisy = finite("noisy", noisy, ("m", 2), ": drop those answers")
+        first = getattr(self, "first_", np.empty((0, 2))) if first is None else finite("first", first)
+        if first.shape != noisy.shape:
             raise ValueError(f"{noisy.shape} answers with {first.shape} first releases: the density is joint, pass first= with one row for each answer")
         return noisy, first
 
     def log_density(self, noisy: np.ndarray, index: np.ndarray, first: np.ndarray | None = None) -> np.ndarray:  # (m,)
         "Joint log density of answers (m, 2) and first releases (m, 2) for the users at `index` (m,)."
         noisy, first = self._released(noisy, first)
-        index = np.asarray(index, dtype=np.intp)
-        if index.shape != (len(noisy),) or (len(index) and not (0 <= index.min() and index.max() < len(self.chart_))):
-            raise ValueError(f"index must hold {len(noisy)} numbers in 0 .. {len(self.chart_) - 1}")
-        return self._joint(noisy, index, first)
+        return self._joint(noisy, check_users(self, index, len(noisy)), first)
 
     def log_density_matrix(self, noisy: np.ndarray, first: np.ndarray | None = None) -> np.ndarray:  # (m, n)
         "Joint log density of every pair for every user."
@@ -161,16 +163,15 @@ class TwoStepMahalanobis(_JointDensity):
         self.variance_principal, self.variance_orthogonal = variance_principal, variance_orthogonal
 
     def _fit(self, features):
-        first, second = check_positive(self.epsilon_first, "epsilon_first"), check_positive(self.epsilon_second, "epsilon_second")
-        smallest = min(check_positive(self.variance_principal, "variance_principal"), check_positive(self.variance_orthogonal, "variance_orthogonal"))
-        if not 2 <= self.n_neighbors <= len(self.chart_):
-            raise ValueError(f"n_neighbors is {self.n_neighbors}; it must lie between 2 and the {len(self.chart_)} chart points")
+        first, second = positive("epsilon_first", self.epsilon_first), positive("epsilon_second", self.epsilon_second)
+        smallest = min(positive("variance_principal", self.variance_principal), positive("variance_orthogonal", self.variance_orthogonal))
+        self.n_neighbors_ = whole("n_neighbors", self.n_neighbors, 2, len(self.chart_), ", the number of chart points")
         self.tree_ = cKDTree(self.chart_)
         self.level_ = self.euclidean_level_ = float(first + second / np.sqrt(smallest))
 
     def shapes(self, first: np.ndarray) -> np.ndarray:  # (m, 2, 2)
         "Shape of the second noise: a function of the released point and the public chart only."
-        near = self.tree_.query(np.asarray(first, dtype=np.float64), k=self.n_neighbors)[1]
+        near = self.tree_.query(finite("first", first, ("m", 2)), k=self.n_neighbors_)[1]
         return shape_matrices(principal_directions(self.chart_, near), self.variance_principal, self.variance_orthogonal)
 
     def _sample(self, generator):
@@ -184,6 +185,8 @@ def lipschitz(
     distances: np.ndarray,  # (n, n), zero only on the diagonal
 ) -> float:
     "Largest slope of a function on a metric space."
+    values = finite("values", values, ("n",))
+    distances = finite("distances", distances, (len(values), len(values)))
     with np.errstate(divide="ignore", invalid="ignore"):
         slopes = np.abs(values[:, None] - values[None]) / distances
     np.fill_diagonal(slopes, 0)
@@ -211,7 +214,8 @@ class DiscreteMechanism(ChartMechanism):
 
     def log_density_matrix(self, noisy: np.ndarray) -> np.ndarray:  # (m, n) log mass
         "Log probability of every answer for every user."
-        output, exists = self._match(np.asarray(noisy, dtype=np.float64))
+        check_fitted(self)
+        output, exists = self._match(finite("noisy", noisy, ("m", 2), ": drop those answers"))
         return np.where(exists[:, None], self.log_table_[self.state_][:, output].T, -np.inf)
 
 # %% ../../nbs/20_charting/25_sound_mechanisms.ipynb #7eb19d30
@@ -226,11 +230,11 @@ class GeodesicExponential(DiscreteMechanism):
         self.epsilon, self.n_neighbors = epsilon, n_neighbors
 
     def _fit(self, features):
-        half = check_positive(self.epsilon, "epsilon") / 2
+        half = positive("epsilon", self.epsilon) / 2
         self.outputs_, state = np.unique(self.chart_, axis=0, return_inverse=True)
         self.state_ = state.reshape(-1)
         straight = cdist(self.outputs_, self.outputs_)
-        self.geodesics_ = np.maximum(geodesic_distances(straight, min(self.n_neighbors, len(straight) - 1)), straight)
+        self.geodesics_ = np.maximum(geodesic_distances(straight, min(whole("n_neighbors", self.n_neighbors), len(straight) - 1)), straight)
         table = -half * self.geodesics_
         normaliser = np.log(np.exp(table).sum(axis=1))
         self.log_table_ = table - normaliser[:, None]
@@ -246,11 +250,10 @@ def farthest_points(
     "Landmarks spread over the chart: start at the point nearest to the mean, then always take the farthest one."
     chart = check_chart(chart)
     gap, chosen = np.linalg.norm(chart - chart.mean(axis=0), axis=1), []
-    if isinstance(n_landmarks, bool) or int(n_landmarks) != n_landmarks or not 3 <= n_landmarks <= len(np.unique(chart, axis=0)):
-        raise ValueError(f"n_landmarks is {n_landmarks}; it must be a whole number from 3 to the {len(np.unique(chart, axis=0))} distinct chart points")
+    n_landmarks = whole("n_landmarks", n_landmarks, 3, len(np.unique(chart, axis=0)), ", the number of distinct chart points")
     chosen.append(int(gap.argmin()))
     gap = np.linalg.norm(chart - chart[chosen[0]], axis=1)
-    for _ in range(int(n_landmarks) - 1):
+    for _ in range(n_landmarks - 1):
         chosen.append(int(gap.argmax()))
         gap = np.minimum(gap, np.linalg.norm(chart - chart[chosen[-1]], axis=1))
     return chart[chosen], float(gap.max())
@@ -261,6 +264,7 @@ def balanced_weights(
     inner_epsilon: float,  # epsilon_0 > 0
 ) -> tuple[np.ndarray, np.ndarray, float]:  # weights (M,) >= 0, log normaliser (M,), certified level
     "Weights that flatten the normaliser of the exponential mechanism, and the level they leave."
+    distances, inner_epsilon = finite("distances", distances, ("M", "M")), positive("inner_epsilon", inner_epsilon)
     kernel = np.exp(-inner_epsilon * distances)
     weights = nnls(kernel, np.ones(len(kernel)))[0]
     normaliser = np.log(kernel @ weights)
@@ -278,7 +282,7 @@ class BalancedExponential(DiscreteMechanism):
         self.epsilon, self.n_landmarks = epsilon, n_landmarks
 
     def _fit(self, features):
-        epsilon = check_positive(self.epsilon, "epsilon")
+        epsilon = positive("epsilon", self.epsilon)
         self.landmarks_, self.cover_radius_ = farthest_points(self.chart_, self.n_landmarks)
         self.outputs_ = self.landmarks_
         self.state_ = cKDTree(self.landmarks_).query(self.chart_)[1]
@@ -298,7 +302,7 @@ class BalancedExponential(DiscreteMechanism):
 
     def loss_bound(self, distance: float) -> float:
         "Largest privacy loss between two users at that distance on the chart: level * (distance + 2 cover radii)."
-        return self.level_ * (distance + 2 * self.cover_radius_)
+        return check_fitted(self).level_ * (positive("distance", distance, zero=True) + 2 * self.cover_radius_)
 
 # %% ../../nbs/20_charting/25_sound_mechanisms.ipynb #a366d450
 @numba.njit(cache=True)
@@ -321,7 +325,8 @@ def table_level(
     distances: np.ndarray,  # (states, states)
 ) -> float:
     "Exact level of a discrete mechanism by brute force over all pairs of states and all answers."
-    return float(_largest_slope(np.ascontiguousarray(log_table, np.float64), np.ascontiguousarray(distances, np.float64)))
+    log_table, distances = as_array("log_table", log_table, ("states", "answers")), finite("distances", distances, (len(log_table), len(log_table)))
+    return float(_largest_slope(np.ascontiguousarray(log_table), np.ascontiguousarray(distances)))
 
 # %% ../../nbs/20_charting/25_sound_mechanisms.ipynb #beb05fcf
 def optimal_mechanism(
@@ -331,10 +336,10 @@ def optimal_mechanism(
     losses: np.ndarray | None = None,  # (M, M) cost of answer z at x; None: distance on the chart
 ) -> tuple[np.ndarray, float]:  # table (M, M) with P[x, z], its mean loss
     "The mechanism of smallest mean loss among all epsilon-indistinguishable ones on these landmarks, by linear programming."
-    check_positive(epsilon, "epsilon")
+    positive("epsilon", epsilon)
     landmarks = check_chart(landmarks)
     size = len(landmarks)
-    prior = np.full(size, 1 / size) if prior is None else np.asarray(prior, dtype=np.float64)
+    prior = np.full(size, 1 / size) if prior is None else finite("prior", prior, (size,))
     distances = cdist(landmarks, landmarks)
     first, second = np.nonzero(~np.eye(size, dtype=bool))
     column = np.arange(size)
@@ -342,7 +347,7 @@ def optimal_mechanism(
     entries = np.r_[np.ones(rows.size), -np.repeat(np.exp(epsilon * distances[first, second]), size)]
     where = np.r_[(first[:, None] * size + column).ravel(), (second[:, None] * size + column).ravel()]
     bounds = csr_matrix((entries, (np.r_[rows.ravel(), rows.ravel()], where)), shape=(rows.size, size * size))
-    losses = distances if losses is None else np.asarray(losses, dtype=np.float64)
+    losses = distances if losses is None else finite("losses", losses, (size, size))
     result = linprog((prior[:, None] * losses).ravel(), A_ub=bounds, b_ub=np.zeros(rows.size),
                      A_eq=kron(eye(size), np.ones((1, size))).tocsr(), b_eq=np.ones(size), bounds=(0, None), method="highs")
     if result.status != 0:

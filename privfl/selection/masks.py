@@ -8,13 +8,13 @@ __all__ = ['random_mask', 'aggregate_selected', 'expected_coverage', 'added_vari
 # %% ../../nbs/40_selection/41_selection.ipynb #e50daded
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Integral
 
 import numpy as np
 import torch
 from scipy.stats import binom
 from torch import Tensor
 
+from ..checks import between, whole
 from ..federation import Context, GlobalState, Promise, Upload, contributors
 from ..update import UpdateError
 
@@ -26,8 +26,7 @@ def random_mask(
 ) -> Tensor:  # bool (size,), True = shared
     "One independent coin per entry: shared with probability 1 - R."
     rate = _check_rate(masking_rate)
-    if isinstance(size, bool) or not isinstance(size, Integral) or size < 0:
-        raise ValueError(f"size is {size!r}; a mask has a whole number of entries, at least 0")
+    size = whole("size", size, 0)
     if not isinstance(generator, torch.Generator):
         raise ValueError(f"generator is {generator!r}; give a torch.Generator, such as Streams(seed).torch('mask'): masks must be repeatable")
     return torch.rand(size, generator=generator, device=generator.device, dtype=torch.float64) >= rate
@@ -35,14 +34,8 @@ def random_mask(
 
 def _check_rate(masking_rate: float) -> float:
     "The rate itself, if it lies in [0, 1)."
-    try:
-        rate = float(masking_rate)
-    except (TypeError, ValueError):
-        rate = float("nan")
-    if not 0 <= rate < 1:
-        raise ValueError(f"masking_rate is {masking_rate!r}; allowed is a number in [0, 1): 0 shares everything, 0.8 "
-                         "hides 80 % of the entries, and 1 would share nothing")
-    return rate
+    return between("masking_rate", masking_rate, 0, 1, open_high=True,
+                   hint=": 0 shares everything, 0.8 hides 80 % of the entries, and 1 would share nothing")
 
 # %% ../../nbs/40_selection/41_selection.ipynb #ef63be1b
 def aggregate_selected(
@@ -99,14 +92,7 @@ def expected_coverage(
     num_clients: int,  # N >= 1
 ) -> float:  # in (0, 1]
     "1 - R^N: the probability that somebody shares an entry, and the factor on the expected mean update."
-    return 1 - _check_rate(masking_rate) ** _check_count(num_clients)
-
-
-def _check_count(num_clients: int) -> int:
-    "The number itself, if it is a whole number of at least 1."
-    if isinstance(num_clients, bool) or not isinstance(num_clients, Integral) or num_clients < 1:
-        raise ValueError(f"num_clients is {num_clients!r}; give a whole number, at least 1 client must take part")
-    return int(num_clients)
+    return 1 - _check_rate(masking_rate) ** whole("num_clients", num_clients)
 
 # %% ../../nbs/40_selection/41_selection.ipynb #d0ca9ac7
 def added_variance(
@@ -114,7 +100,7 @@ def added_variance(
     num_clients: int,  # N >= 1
 ) -> float:  # >= 0, in units of S^2, the variance over clients with N - 1
     "E[1/s | s >= 1] - 1/N for s ~ Binomial(N, 1 - R): the variance that masking adds where somebody shares."
-    rate, count = _check_rate(masking_rate), _check_count(num_clients)
+    rate, count = _check_rate(masking_rate), whole("num_clients", num_clients)
     shown = np.arange(1, count + 1)
     chances = binom.pmf(shown, count, 1 - rate)
     return float((chances / shown).sum() / chances.sum() - 1 / count)

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ..checks import choice, finite, instance, whole
 from ..data import DataNotFound
 
 # %% ../../nbs/40_selection/42_models.ipynb #1120c0e6
@@ -33,13 +34,17 @@ class Normalise(nn.Module):
         std: tuple[float, ...] = CIFAR10_STD,  # one value per channel, > 0
     ):
         super().__init__()
-        self.mean = torch.tensor(mean).view(-1, 1, 1)
-        self.std = torch.tensor(std).view(-1, 1, 1)
+        mean, std = finite("mean", mean, ("channels",)), finite("std", std, ("channels",))
+        if len(mean) != len(std) or not len(std) or (std <= 0).any():
+            raise ValueError(f"mean is {mean.tolist()} and std {std.tolist()}; give one number for each channel, std above 0")
+        self.mean, self.std = (torch.tensor(values, dtype=torch.float32).view(-1, 1, 1) for values in (mean, std))
 
     def forward(
         self,
         images: Tensor,  # (N, C, H, W), in [0, 1]
     ) -> Tensor:  # (N, C, H, W), about zero mean and unit variance
+        if not images.is_floating_point():  # the constants would be rounded to whole numbers, a spread of 0.25 to 0
+            raise ValueError(f"images are {images.dtype}; they must be floats in [0, 1]: divide 8-bit images by 255")
         mean, std = (constant.to(images.device, images.dtype) for constant in (self.mean, self.std))
         return (images - mean) / std
 
@@ -66,13 +71,6 @@ def _unfilled(build: Callable[[], nn.Module]) -> nn.Module:
         layers = build()
     return layers.to_empty(device="cpu")
 
-
-def _check_whole(**sizes: int) -> None:
-    "Refuses a size that is not a whole number of at least 1."
-    for name, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"{name} is {size!r}; give a whole number, 1 or more")
-
 # %% ../../nbs/40_selection/42_models.ipynb #a6e5fa1c
 class LeNetGELU(nn.Module):
     "Three 5x5 convolutions of 12 channels with GELU and a linear head: 15,826 parameters."
@@ -83,7 +81,7 @@ class LeNetGELU(nn.Module):
         generator: torch.Generator | None = None,  # None: the same weights every time
     ):
         super().__init__()
-        _check_whole(num_classes=num_classes)
+        num_classes = whole("num_classes", num_classes)
         self.normalise = Normalise()
         self.features = _unfilled(lambda: nn.Sequential(
             nn.Conv2d(3, 12, 5, stride=2, padding=2), nn.GELU(),
@@ -111,7 +109,7 @@ class ConvNet(nn.Module):
         generator: torch.Generator | None = None,  # None: the same weights every time
     ):
         super().__init__()
-        _check_whole(width=width, num_classes=num_classes)
+        width, num_classes = whole("width", width), whole("num_classes", num_classes)
         plan = ((3, width, False), (width, width, True), (width, 2 * width, False),
                 (2 * width, 2 * width, True), (2 * width, 4 * width, True))
         self.normalise = Normalise()
@@ -148,7 +146,7 @@ class ResNet34(nn.Module):
         generator: torch.Generator | None = None,  # None: the same weights every time
     ):
         super().__init__()
-        _check_whole(num_classes=num_classes)
+        num_classes = whole("num_classes", num_classes)
         norms = {"group": lambda channels: nn.GroupNorm(8, channels), "batch": nn.BatchNorm2d}
         if norm not in norms or stem not in ("cifar", "imagenet"):
             raise ValueError(f"norm is {norm!r} and stem {stem!r}; give norm 'group' or 'batch', stem 'cifar' or 'imagenet'")
@@ -211,7 +209,8 @@ class ViT(nn.Module):
         generator: torch.Generator | None = None,  # None: the same weights every time
     ):
         super().__init__()
-        _check_vit(image_size, patch_size, dim, depth, heads, num_classes, first_block)
+        image_size, patch_size, dim, depth, heads, num_classes = _vit_sizes(image_size, patch_size, dim, depth, heads, num_classes)
+        choice("first_block", first_block, ("standard", "april"))
         with warnings.catch_warnings():  # timm's own imports complain about widgets that nobody uses here
             warnings.simplefilter("ignore")
             from timm.models.vision_transformer import VisionTransformer  # here, because it takes seconds
@@ -233,15 +232,15 @@ class ViT(nn.Module):
         return self.network(self.normalise(images))
 
 # %% ../../nbs/40_selection/42_models.ipynb #909a0482
-def _check_vit(image_size: int, patch_size: int, dim: int, depth: int, heads: int, num_classes: int, first_block: str) -> None:
-    "Refuses sizes that do not fit each other."
-    _check_whole(image_size=image_size, patch_size=patch_size, dim=dim, depth=depth, heads=heads, num_classes=num_classes)
+def _vit_sizes(image_size: int, patch_size: int, dim: int, depth: int, heads: int, num_classes: int) -> tuple[int, ...]:
+    "The sizes as whole numbers; refuses those that do not fit each other."
+    sizes = {"image_size": image_size, "patch_size": patch_size, "dim": dim, "depth": depth, "heads": heads, "num_classes": num_classes}
+    image_size, patch_size, dim, depth, heads, num_classes = (whole(name, size) for name, size in sizes.items())
     if image_size % patch_size:
         raise ValueError(f"patch_size {patch_size} does not divide image_size {image_size}; give a divisor")
     if dim % heads:
         raise ValueError(f"heads {heads} does not divide dim {dim}; give a divisor")
-    if first_block not in ("standard", "april"):
-        raise ValueError(f"first_block is {first_block!r}; it must be 'standard' or 'april'")
+    return image_size, patch_size, dim, depth, heads, num_classes
 
 
 def _initialise_vit(model: nn.Module, generator: torch.Generator | None) -> None:

@@ -10,7 +10,6 @@ __all__ = ['ORDERS', 'random_row_mask', 'RowSelection', 'patches_over_rounds', '
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from dp_accounting.rdp import compute_epsilon
 from torch import Tensor
 
 from ..accounting import compose, gaussian_event, l2_sensitivity
+from ..checks import positive, whole
 from ..federation import Context, GlobalState, Upload, contributors
 from ..randomness import Streams
 from .masks import RandomSelection, random_mask
@@ -164,8 +164,5 @@ def secure_sum_event(
     neighbouring: str = "replace_one",  # client level; or "add_remove"
 ):  # an event for `compose` and `Ledger`
     "One round of clipped, noised updates under a secure sum: Gaussian with sigma * sqrt(honest), by @eq-sum."
-    if isinstance(honest, bool) or not isinstance(honest, Integral) or honest < 1:
-        raise ValueError(f"honest is {honest!r}; give a whole number of clients, at least 1")
-    if isinstance(sigma, bool) or not isinstance(sigma, Real) or not 0 < sigma < math.inf:
-        raise ValueError(f"sigma is {sigma!r}; give one client's noise, a finite number above 0")
+    honest, sigma = whole("honest", honest), positive("sigma", sigma, hint=": one client's noise")
     return gaussian_event(sigma * math.sqrt(honest), l2_sensitivity(clip_norm, neighbouring))
