@@ -157,13 +157,14 @@ def test_each_adaptive_attack_beats_the_naive_one_on_a_fixed_case(standard, rate
 
 
 def test_the_position_patch_attack_tries_again():
-    """A fixed mask on which the first attempt fails and a later one succeeds."""
+    """A fixed mask on which the first attempt fails and a later one finds the image."""
     model, images = ViT(dim=96, patch_size=8, depth=1).double(), smooth_images().double()
     gradients = gradients_of(model, images)
     masks = masks_for(gradients, 0.7, 7)
     once = position_patch_attack(model, gradients, masks, attempts=PATCH_ATTEMPTS[:1])
     again = position_patch_attack(model, gradients, masks)
-    assert again.success and not once.success and decibel(again, images) > 25 > 20 > decibel(once, images)
+    assert decibel(again, images) > 25 > 20 > decibel(once, images)
+    assert again.residual < 1e-9 and not once.success  # `again` fits all that is shown; no success, since the mask leaves columns undetermined
 
 
 def test_hidden_values_are_never_read(standard):
