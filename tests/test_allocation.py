@@ -228,6 +228,35 @@ def test_the_allocator_moves_the_budget_to_the_layer_that_leaks():
         assert float(gained[PARTITION.names.index(layer)]) > 4 and float(gained[PARTITION.names.index(other)]) < 0.8
 
 
+def test_the_entropy_term_pulls_towards_equal_shares():
+    stage, settings = stage_of(), AllocatorTraining(steps=30, attacker_steps=1, batch_size=16, task_weight=0.0, privacy_weight=1e-6, entropy_weight=5.0, learning_rate=1e-2)
+    allocator, history = train_allocator([stage], LAYERS, BUDGET, Streams(0), settings)
+    space, entropy = stage.features, lambda shares: float(-(shares * shares.clamp(min=1e-12).log()).sum())
+    shares = allocator(summarise(space.energy, space.absolute, space.total, LAYERS, 0.2, 1)).mean(0)
+    assert entropy(shares) > entropy(proportional_shares(LAYERS)) + 0.2 and history[-1]["entropy"] > history[0]["entropy"] + 0.2
+
+
+def test_the_task_term_moves_the_budget_to_where_noise_costs_less():
+    """On maps that the network predicts nearly perfectly; in phase 1 noise in stage 2 costs nothing, so there is a way out."""
+    inputs, _ = maps(4)
+    stage = ShadowStage(MODEL, *planted("first.down.8", 20), inputs, predict(MODEL, inputs, 1) + 0.01, 0.2)
+    settings = AllocatorTraining(steps=40, attacker_steps=1, batch_size=16, task_weight=1.0, privacy_weight=1e-6, entropy_weight=0.0, learning_rate=1e-2)
+    allocator, _ = train_allocator([stage], LAYERS, 100.0, Streams(0), settings)
+    costs = [task_cost(stage, shares, LAYERS, 100.0, Streams(0).torch("c"), draws=4) for shares in (allocator, proportional_shares(LAYERS))]
+    assert costs[0] < 0.8 * costs[1]
+
+
+def test_the_power_of_matched_shares_is_a_power():
+    """Variance per coordinate is proportional to a group's largest principal variance to the power asked for; power 0 is uniform noise."""
+    space = stage_of().features
+    per_coordinate = {power: (matched_shares(space, LAYERS, power).double() / LAYERS.sizes).log() for power in (0.0, 0.25, 0.5, 1.0)}
+    assert torch.allclose(matched_shares(space, LAYERS, 0.0), proportional_shares(LAYERS), rtol=1e-5)
+    active = torch.tensor([stage == 1 for stage in PARTITION.stages])
+    steps = {power: (per_coordinate[power] - per_coordinate[0.0])[active] / power for power in (0.25, 0.5, 1.0)}
+    centred = [one - one.mean() for one in steps.values()]
+    assert float(centred[0].std()) > 0.5 and all(torch.allclose(centred[0], other, atol=1e-3) for other in centred[1:])
+
+
 def test_noise_costs_and_more_noise_costs_more():
     """On maps that the network predicts nearly perfectly, so that every change hurts."""
     inputs, _ = maps(4)
