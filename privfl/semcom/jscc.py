@@ -78,7 +78,7 @@ def normalise_power(
     features: Tensor,  # (N, ...), real or complex
 ) -> Tensor:  # the same shape; mean of |.|^2 over each entry of the first axis is 1, or 0 where all are 0
     "Scale each block to transmit power 1."
-    power = features.abs().square().flatten(1).mean(1)
+    power = transmit_power(features)
     tiny = torch.finfo(power.dtype).tiny
     return features * power.clamp_min(tiny).rsqrt().view(-1, *[1] * (features.dim() - 1))
 
