@@ -56,7 +56,8 @@ def _add_run(
     parser = commands.add_parser("run", parents=[common], help="execute experiments, then build the report",
                                  description="Execute experiment notebooks, each in its own process, longest first. One that fails "
                                              "does not stop the others. Without names: all that exist.",
-                                 epilog="example: privfl run selection --scale quick --jobs 2 -p masking_rate=0.2,0.5,0.8 --resume")
+                                 epilog="example: privfl run selection --scale quick --jobs 2 -p masking_rate=0.2,0.5,0.8 --resume. With PRIVFL_MINUTES=60 in the "
+                                        "environment a long experiment begins no new part after 60 minutes; --resume goes on.")
     parser.add_argument("names", nargs="*", metavar="NAME", help="experiments (see `privfl list`)")
     parser.add_argument("--scale", default="quick", help=f"{', '.join(SCALES)} (default: quick)")
     parser.add_argument("--jobs", type=_positive(int), default=1, metavar="N", help="runs at a time, one thread each (default: 1)")

@@ -361,6 +361,8 @@ class _Parameters:
         self._started = time.perf_counter(), _cpu_seconds()
         self._digest = _digest_or_unknown(experiment)
         self._reused = {"cells": 0, "wall_s": 0.0, "cpu_s": 0.0}
+        self._attempted: dict[str, Any] = {}
+        self.missing: list[str] = []  # keys of what `attempt` left out
         self._kept = {"metrics": {}, "tables": {}, "claims": {}, "figures": {}, "data": {}, "tuning": []}
 
     @property
@@ -618,6 +620,23 @@ def _committed_cells(
 
 _COMMITTED: dict[tuple, dict] = {}
 
+# %% ../nbs/00_core/12_runner.ipynb #271ceed8
+class _Attempts(_Cells):
+    """Cells of work that a limit of time may leave undone."""
+
+    def attempt(
+        self,
+        *key: Any,  # parts of the key
+        function: Callable[[], Any],  # as for `cached`
+    ) -> Any:
+        """What `function` returns, as `cached`; None, and the key in `missing`, where `PRIVFL_MINUTES` are over and it is not there yet."""
+        text = _key_text(key)
+        if text not in self._attempted:
+            late = self.elapsed_s > 60 * float(os.environ.get("PRIVFL_MINUTES") or "inf") and not self.has(key)
+            self._attempted[text] = None if late else self.cached(key, function)
+            self.missing += [", ".join(map(str, key))] if late else []
+        return self._attempted[text]
+
 # %% ../nbs/00_core/12_runner.ipynb #265c8517
 def _hardware() -> dict:
     """Processor, cores, memory and GPU; no host name."""
@@ -702,7 +721,7 @@ def _show_png(
         display(Image(content))
 
 # %% ../nbs/00_core/12_runner.ipynb #f19abd65
-class _Shown(_Cells):
+class _Shown(_Attempts):
     """Figures and what was tuned."""
 
     def figure(

@@ -6,17 +6,34 @@
 __all__ = []
 
 # %% ../../nbs/30_semcom/30_overview.ipynb #1a1869d2
+from privfl.semcom.attacks import (
+    MembershipResult, ReconstructionError, ShadowDiscriminant, encoder_shifts, fingerprint_sender, jscc_inversion, membership_result,
+    neighbouring_means, per_image_gradients, predicted_shift, recover_encoder, release_entries,
+)
+from privfl.semcom.fedsfr import (
+    FeaturePairs, FedSFRServer, JSCCClient, REFINEMENTS, feature_pairs, public_error, reconstruction_loss, refine,
+)
 from privfl.semcom.jscc import (
-    DeepJSCC, awgn, jscc_loss, measured_snr_db, normalise_power, rayleigh, received_psnr, to_features, to_symbols, train_jscc, transmit_power,
+    DeepJSCC, awgn, jscc_loss, measured_snr_db, normalise_power, rayleigh, received_psnr, to_features, to_symbols, train_jscc,
+    transmit_power,
+)
+from privfl.semcom.privacy import (
+    GaussianTopK, GumbelTopK, KINDS, LaplaceAccount, LaplaceTopS, OPTIONS, OptionAccount, READINGS, RandomK, ReleasePromise,
+    calibrated_release, clipped_laplace_epsilon, laplace_account, laplace_scale, option_epsilon, theorem_epsilon,
 )
 from privfl.semcom.uplink import (
-    CAPACITIES, FEATURE_BITS, RANGE_BITS, Groups, LaplacePromise, PublicFeatures, Silence, TopS, Uplink, dequantise, private_encoder,
+    CAPACITIES, FEATURE_BITS, Groups, LaplacePromise, PublicFeatures, RANGE_BITS, Silence, TopS, Uplink, dequantise, private_encoder,
     public_window, quantise, sparse_mean, uplink_steps,
 )
 
 # %% ../../nbs/30_semcom/30_overview.ipynb #dad0ad94
 __all__ = [
-    "CAPACITIES", "DeepJSCC", "FEATURE_BITS", "Groups", "LaplacePromise", "PublicFeatures", "RANGE_BITS", "Silence", "TopS", "Uplink",
-    "awgn", "dequantise", "jscc_loss", "measured_snr_db", "normalise_power", "private_encoder", "public_window", "quantise", "rayleigh",
-    "received_psnr", "sparse_mean", "to_features", "to_symbols", "train_jscc", "transmit_power", "uplink_steps",
+    "CAPACITIES", "DeepJSCC", "FEATURE_BITS", "FeaturePairs", "FedSFRServer", "GaussianTopK", "Groups", "GumbelTopK", "JSCCClient", "KINDS",
+    "LaplaceAccount", "LaplacePromise", "LaplaceTopS", "MembershipResult", "OPTIONS", "OptionAccount", "PublicFeatures", "RANGE_BITS",
+    "READINGS", "REFINEMENTS", "RandomK", "ReconstructionError", "ReleasePromise", "ShadowDiscriminant", "Silence", "TopS", "Uplink",
+    "awgn", "calibrated_release", "clipped_laplace_epsilon", "dequantise", "encoder_shifts", "feature_pairs", "fingerprint_sender",
+    "jscc_inversion", "jscc_loss", "laplace_account", "laplace_scale", "measured_snr_db", "membership_result", "neighbouring_means",
+    "normalise_power", "option_epsilon", "per_image_gradients", "predicted_shift", "private_encoder", "public_error", "public_window",
+    "quantise", "rayleigh", "received_psnr", "reconstruction_loss", "recover_encoder", "refine", "release_entries", "sparse_mean",
+    "theorem_epsilon", "to_features", "to_symbols", "train_jscc", "transmit_power", "uplink_steps",
 ]
